@@ -1,0 +1,97 @@
+"""The program `holdfast`: one verb per stage, each verb a function somewhere else. Nothing but the way there lives here.
+
+A verb's module is imported when the verb is called, so that `holdfast --help` costs no torch. tyro derives the flags from the
+function's signature; a wrong flag exits with 2 and the nearest name.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from holdfast.errors import HoldfastError, UsageError
+
+VERBS: dict[str, tuple[str, str]] = {}
+
+
+def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb (one word, or two as in `tokenizer train`) and what follows it."""
+    for words in (2, 1):
+        verb = " ".join(arguments[:words])
+        if len(arguments) >= words and verb in VERBS:
+            return verb, list(arguments[words:])
+    import difflib
+
+    wanted = " ".join(arguments[:1])
+    inner = [verb for verb in VERBS if verb.split()[0] == wanted]
+    near = inner or difflib.get_close_matches(wanted, VERBS, n=3, cutoff=0.5)
+    hint = f"; perhaps you meant: {', '.join(near)}" if near else ""
+    raise UsageError(f"there is no verb '{wanted}'{hint} (holdfast --help lists them all)")
+
+
+def help_text() -> str:
+    width = max(len(verb) for verb in VERBS)
+    lines = [f"  {verb:<{width}}  {summary}" for verb, (_, summary) in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: holdfast VERB [ARGUMENTS]",
+            "",
+            "Raw text to a generating language model, and it does not let go of the run.",
+            "",
+            *lines,
+            "",
+            "holdfast VERB --help shows a verb's flags and examples. `holdfast demo` shows the whole path.",
+        ]
+    )
+
+
+def load_verb(verb: str) -> Callable[..., Any]:
+    module, function = VERBS[verb][0].split(":")
+    command: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return command
+
+
+def run(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return
+    if arguments[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"holdfast {version('holdfast')}")
+        return
+    verb, rest = find_verb(arguments)
+    command = load_verb(verb)
+    if getattr(command, "parses_its_own_arguments", False):
+        command(rest)
+        return
+    import tyro
+
+    tyro.cli(command, prog=f"holdfast {verb}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def main() -> None:
+    try:
+        run(sys.argv[1:])
+    except UsageError as error:
+        fail(str(error), 2)
+    except HoldfastError as error:
+        fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("interrupted; nothing half-written has a final name", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1)
+
+
+def fail(message: str, code: int) -> None:
+    print(f"holdfast: error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What a person sees while work goes on: a bar on a terminal, now and then a plain line elsewhere, always on stderr.
+
+Under many ranks only local rank 0 speaks.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+PLAIN_LINE_SECONDS = 10.0
+
+
+class Bar(Protocol):
+    def advance(self, amount: float = 1) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def total(self, amount: float) -> None: ...
+
+
+def this_process_speaks() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("SLURM_LOCALID", "0") == "0"
+
+
+def say(message: str) -> None:
+    """A line for the person, on stderr."""
+    if this_process_speaks():
+        print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(title: str, total: float | None = None, unit: str = "B") -> Iterator[Bar]:
+    """A bar over `total` units (`B` counts bytes in MB/s; any other unit is shown as its name)."""
+    if not this_process_speaks():
+        yield _SilentBar()
+    elif sys.stderr.isatty():
+        with _terminal_bar(title, total, unit) as bar:
+            yield bar
+    else:
+        plain = _PlainBar(title, total, unit)
+        yield plain
+        plain.finish()
+
+
+class _SilentBar:
+    def advance(self, amount: float = 1) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def total(self, amount: float) -> None: ...
+
+
+class _PlainBar:
+    """A line every ten seconds; nothing at all for work that is over sooner."""
+
+    def __init__(self, title: str, total: float | None, unit: str) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._done, self._note = 0.0, ""
+        self._start = self._last = time.monotonic()
+
+    def advance(self, amount: float = 1) -> None:
+        self._done += amount
+        if time.monotonic() - self._last >= PLAIN_LINE_SECONDS:
+            self._line()
+
+    def note(self, text: str) -> None:
+        self._note = text
+
+    def total(self, amount: float) -> None:
+        self._total = amount
+
+    def finish(self) -> None:
+        if self._last != self._start:
+            self._line()
+
+    def _line(self) -> None:
+        self._last = time.monotonic()
+        scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
+        share = f" of {self._total / scale:,.0f}" if self._total else ""
+        rate = self._done / scale / max(self._last - self._start, 1e-9)
+        say(f"{self._title}: {self._done / scale:,.0f}{share} {unit}, {rate:,.1f} {unit}/s {self._note}".rstrip())
+
+
+@contextmanager
+def _terminal_bar(title: str, total: float | None, unit: str) -> Iterator[Bar]:
+    # rich takes 70 ms to import: only those who show a bar pay for it.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}"), BarColumn()]
+    columns += [DownloadColumn(), TransferSpeedColumn()] if unit == "B" else [MofNCompleteColumn(), TextColumn(unit)]
+    columns += [TimeRemainingColumn(), TextColumn("{task.fields[note]}")]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        task = display.add_task(title, total=total, note="")
+
+        class TerminalBar:
+            def advance(self, amount: float = 1) -> None:
+                display.advance(task, amount)
+
+            def note(self, text: str) -> None:
+                display.update(task, note=text)
+
+            def total(self, amount: float) -> None:
+                display.update(task, total=amount)
+
+        yield TerminalBar()

@@ -1,0 +1,44 @@
+"""Configuration: file, flags and dataclasses are three views of the same keys."""
+
+import tomllib
+from dataclasses import fields, replace
+
+import pytest
+
+from holdfast.config import Config, config_from_tables, config_keys, config_to_toml, field_help, read_config
+from holdfast.errors import UsageError
+
+
+def test_the_printed_file_reloads_to_the_same_config(tmp_path):
+    config = Config()
+    config = replace(config, data=replace(config.data, data_path=("0.3", 'a "quoted" \\ path', "0.7", "b")))
+    config = replace(config, train=replace(config.train, rampup_batch_size=(4, 4, 100), save="runs/ü"))
+    path = tmp_path / "config.toml"
+    for comments in (True, False):
+        path.write_text(config_to_toml(config, comments=comments))
+        assert read_config(path) == config
+
+
+def test_every_key_is_unique_across_sections_and_has_a_help_text():
+    keys = [key for keys in config_keys().values() for key in keys]
+    assert len(keys) == len(set(keys))
+    for section in fields(Config):
+        helps = field_help(type(getattr(Config(), section.name)))
+        assert all(len(text) > 10 for text in helps.values()), helps
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("[model]\nnum_layer = 3", "perhaps you meant 'num_layers'"),
+        ("[model]\nlr = 3.0", "belongs into [optimizer]"),
+        ("[modell]\nnum_layers = 3", "perhaps you meant 'model'"),
+        ("[model]\nnum_layers = '3'", "expected int, found str"),
+        ("[model]\nnum_layers = true", "expected int, found bool"),
+        ("[model]\nnormalization = 'BatchNorm'", "choose one of LayerNorm, RMSNorm"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_the_way_out(toml, said):
+    with pytest.raises(UsageError) as caught:
+        config_from_tables(tomllib.loads(toml), source="x.toml")
+    assert said in str(caught.value)
