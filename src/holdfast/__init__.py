@@ -6,7 +6,9 @@ The names below load their modules at first use, so that `import holdfast` costs
 import importlib
 from typing import Any
 
-_HOMES: dict[str, str] = {}
+_HOMES: dict[str, str] = {
+    "fetch": "holdfast.assets.fetching",
+}
 
 __all__ = sorted(_HOMES)
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, UsageError
 
-VERBS: dict[str, tuple[str, str]] = {}
+VERBS: dict[str, tuple[str, str]] = {
+    "fetch": ("holdfast.assets.command:fetch", "bring files into the cache exactly once, however many processes ask"),
+}
 
 
 def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:

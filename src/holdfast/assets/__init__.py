@@ -1,0 +1,5 @@
+"""Files that a run needs, brought into a cache exactly once however many processes ask."""
+
+from holdfast.assets.fetching import Fetched, catalog_files, fetch, resolve
+
+__all__ = ["Fetched", "catalog_files", "fetch", "resolve"]

@@ -1,0 +1,158 @@
+"""The files that pretraining jobs ask for by name: where they lie, how big they are, and what their bytes must be.
+
+A checksum is here only if somebody who has the original published it; the others are recorded at the first download.
+"""
+
+import difflib
+from dataclasses import dataclass, field
+
+from holdfast.errors import UsageError
+
+_BUCKET = "https://s3.amazonaws.com/models.huggingface.co/bert"
+_HUB = "https://huggingface.co"
+_NGC = "https://api.ngc.nvidia.com/v2/models/nvidia"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One file to bring: its first URL is its identity in the cache, mirrors are asked in order when that one fails."""
+
+    url: str
+    mirrors: tuple[str, ...] = ()
+    name: str | None = None
+    """The name in the cache; None takes the server's (Content-Disposition) or the URL's."""
+    size: int | None = None
+    sha256: str | None = None
+    changes: bool = False
+    """The server replaces the file now and then, so a later download may differ from the first."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A name in the catalog: what it is, and its files by role (`vocab`, `merges`, ...)."""
+
+    summary: str
+    files: dict[str, Wanted] = field(default_factory=dict)
+
+
+CATALOG: dict[str, Known] = {
+    "gpt2": Known(
+        "GPT-2's byte-level BPE: vocabulary and merges",
+        {
+            "vocab": Wanted(
+                f"{_BUCKET}/gpt2-vocab.json",
+                (f"{_HUB}/openai-community/gpt2/resolve/main/vocab.json",),
+                "gpt2-vocab.json",
+                1_042_301,
+                "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+            ),
+            "merges": Wanted(
+                f"{_BUCKET}/gpt2-merges.txt",
+                (f"{_HUB}/openai-community/gpt2/resolve/main/merges.txt",),
+                "gpt2-merges.txt",
+                456_318,
+                "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+            ),
+        },
+    ),
+    "bert-large-cased": Known(
+        "BERT's WordPiece vocabulary, case kept",
+        {
+            "vocab": Wanted(
+                f"{_BUCKET}/bert-large-cased-vocab.txt",
+                (f"{_HUB}/google-bert/bert-large-cased/resolve/main/vocab.txt",),
+                "bert-large-cased-vocab.txt",
+                213_450,
+                "eeaa9875b23b04b4c54ef759d03db9d1ba1554838f8fb26c5d96fa551df93d02",
+            )
+        },
+    ),
+    "bert-large-uncased": Known(
+        "BERT's WordPiece vocabulary, lower case",
+        {
+            "vocab": Wanted(
+                f"{_BUCKET}/bert-large-uncased-vocab.txt",
+                (f"{_HUB}/google-bert/bert-large-uncased/resolve/main/vocab.txt",),
+                "bert-large-uncased-vocab.txt",
+                231_508,
+                "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+            )
+        },
+    ),
+    "oscar-1gb": Known(
+        "79 thousand web documents as JSON lines, xz-compressed",
+        {
+            "text": Wanted(
+                f"{_HUB}/bigscience/misc-test-data/resolve/main/stas/oscar-1GB.jsonl.xz", name="oscar-1GB.jsonl.xz"
+            )
+        },
+    ),
+    "megatron-gpt2-345m": Known(
+        "NVIDIA's Megatron-LM GPT-2 checkpoint, 345M parameters",
+        {"checkpoint": Wanted(f"{_NGC}/megatron_lm_345m/versions/v0.0/zip", name="megatron_lm_345m_v0.0.zip")},
+    ),
+    "megatron-bert-345m-cased": Known(
+        "NVIDIA's Megatron-LM BERT checkpoint, 345M parameters, case kept",
+        {
+            "checkpoint": Wanted(
+                f"{_NGC}/megatron_bert_345m/versions/v0.1_cased/zip", name="megatron_bert_345m_v0.1_cased.zip"
+            )
+        },
+    ),
+    "megatron-bert-345m-uncased": Known(
+        "NVIDIA's Megatron-LM BERT checkpoint, 345M parameters, lower case",
+        {
+            "checkpoint": Wanted(
+                f"{_NGC}/megatron_bert_345m/versions/v0.1_uncased/zip", name="megatron_bert_345m_v0.1_uncased.zip"
+            )
+        },
+    ),
+    "enwiki": Known(
+        "the newest dump of English Wikipedia's articles",
+        {
+            "text": Wanted(
+                "https://dumps.wikimedia.org/enwiki/latest/enwiki-latest-pages-articles.xml.bz2",
+                name="enwiki-latest-pages-articles.xml.bz2",
+                changes=True,
+            )
+        },
+    ),
+}
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+def is_known(text: str) -> bool:
+    return text.partition("/")[0] in CATALOG
+
+
+def wanted_files(text: str) -> dict[str, Wanted]:
+    """What a URL, a catalog name (`gpt2`) or one file of it (`gpt2/vocab`, `gpt2/gpt2-vocab.json`) asks for, by role."""
+    if is_url(text):
+        # A URL that the catalog knows brings its checksum and mirrors along.
+        listed = [wanted for known in CATALOG.values() for wanted in known.files.values() if wanted.url == text]
+        return {"file": listed[0] if listed else Wanted(text)}
+    name, _, part = text.partition("/")
+    if name not in CATALOG:
+        near = difflib.get_close_matches(text, CATALOG, n=3, cutoff=0.5)
+        hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
+        raise UsageError(f"'{text}' is neither a URL nor a known name{hint} (holdfast fetch --list shows the names)")
+    files = CATALOG[name].files
+    if not part:
+        return files
+    for role, wanted in files.items():
+        if part in (role, wanted.name):
+            return {role: wanted}
+    raise UsageError(f"{name} has no file '{part}'; it has {', '.join(files)}")
+
+
+def wanted_file(text: str, role: str | None = None) -> Wanted:
+    """The one file that `text` asks for; `role` chooses where a name stands for several."""
+    files = wanted_files(text)
+    if role in files:
+        return files[role]
+    if len(files) == 1:
+        return next(iter(files.values()))
+    raise UsageError(f"{text} is {len(files)} files: ask for {' or '.join(f'{text}/{one}' for one in files)}")

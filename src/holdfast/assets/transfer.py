@@ -1,0 +1,172 @@
+"""Brings a file's bytes into a part: mirrors in order, retries that spread out, bytes that are there never asked for again.
+
+The invariant: when a transfer has run, the part holds the whole file, of the size and checksum that anybody stated, on disk.
+When it raises, the part holds a good beginning or nothing.
+"""
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.assets.cache import name_in_url, without_credentials
+from holdfast.assets.catalog import Wanted
+from holdfast.assets.part import Description, Part
+from holdfast.assets.sources import NotResumable, Resume, SourceError, Stream, TryAgain, open_source
+from holdfast.errors import HoldfastError
+from holdfast.progress import Bar
+
+ATTEMPTS = 6
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
+LONGEST_RETRY_AFTER = 900.0
+PAUSE_SLICE = 0.2
+
+
+class TimeIsUp(HoldfastError):
+    """The caller's time limit passed."""
+
+
+class Deadline:
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def passed(self) -> bool:
+        return self._end is not None and time.monotonic() >= self._end
+
+    def remaining(self) -> float:
+        return float("inf") if self._end is None else self._end - time.monotonic()
+
+
+@dataclass
+class Transfer:
+    """One download by the holder of the lease."""
+
+    wanted: Wanted
+    part: Part
+    deadline: Deadline
+    bar: Bar
+    beat: Callable[[], None]
+    """Called between blocks and while waiting: shows life, and raises when another process holds the lease now."""
+    announce: Callable[[str], None]
+    """Called with the URL of every request for bytes."""
+
+    def run(self) -> None:
+        """Brings the file from the first source that has it."""
+        self.bar.advance(self.part.size)
+        failures = []
+        for url in (self.wanted.url, *self.wanted.mirrors):
+            try:
+                self._from_source(url)
+                self.part.sync()
+                return
+            except SourceError as error:
+                failures.append(f"{without_credentials(url)}: {error}")
+        raise SourceError("; ".join(failures))
+
+    def _from_source(self, url: str) -> None:
+        failed, reached = 0, self.part.size
+        started_over = False
+        while True:
+            try:
+                self._stream_once(url)
+                if self._is_good(started_over):
+                    return
+                started_over = True
+            except NotResumable:
+                self.part.clear()
+            except TryAgain as error:
+                failed = 1 if self.part.size > reached else failed + 1
+                reached = max(reached, self.part.size)
+                self._pause(error, failed)
+
+    def _stream_once(self, url: str) -> None:
+        part, resume = self.part, self._resume_point(url)
+        if resume and part.size == part.about.length:
+            return  # the last holder was killed after the last byte: nothing to ask for
+        self.announce(url)
+        with open_source(url, resume) as stream:
+            self._accept(url, stream, resume)
+            for chunk in stream.chunks:
+                part.append(chunk)
+                self.bar.advance(len(chunk))
+                self.beat()
+                if self.deadline.passed():
+                    raise self._time_is_up()
+            if part.about.length is not None and part.size != part.about.length:
+                raise TryAgain(f"the server stopped after {part.size} of {part.about.length} bytes")
+
+    def _resume_point(self, url: str) -> Resume | None:
+        part = self.part
+        if not part.size:
+            return None
+        if part.about.url == url and part.about.validator:
+            return Resume(part.size, part.about.validator)
+        # Another mirror, or a server without ETag: only a checksum can tell whether the halves fit.
+        return Resume(part.size, None) if self.wanted.sha256 else None
+
+    def _accept(self, url: str, stream: Stream, resume: Resume | None) -> None:
+        part, size = self.part, self.wanted.size
+        if size is not None and stream.length is not None and stream.length != size:
+            part.clear()
+            raise SourceError(f"the file has {stream.length} bytes, not {size}")
+        if resume and stream.offset:
+            if stream.offset != part.size or part.about.length not in (None, stream.length):
+                raise NotResumable
+            part.stitch()
+        else:
+            self.bar.advance(-part.size)
+            validator = stream.validator if stream.resumable else None
+            part.start(Description(url, validator, stream.length, stream.name or name_in_url(url), stream.sha256))
+        if stream.length is not None:
+            self.bar.total(stream.length)
+            self._check_room(stream.length - part.size)
+
+    def _check_room(self, needed: int) -> None:
+        room = os.statvfs(self.part.path.parent)
+        if room.f_bavail * room.f_frsize < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.part.path))
+
+    def _is_good(self, started_over: bool) -> bool:
+        """False asks for one start from zero, where the seam between two responses may be to blame."""
+        part = self.part
+        expected, wrong = self.wanted.sha256 or part.about.sha256, ""
+        if self.wanted.size is not None and part.size != self.wanted.size:
+            wrong = f"the file has {part.size} bytes, not {self.wanted.size}"
+        elif expected and part.sha256() != expected:
+            wrong = f"the file has sha256 {part.sha256()}, not {expected}"
+        if not wrong:
+            return True
+        stitched = part.about.stitched
+        part.clear()
+        if stitched and not started_over:
+            return False
+        raise SourceError(wrong)
+
+    def _pause(self, error: TryAgain, failed: int) -> None:
+        if failed >= ATTEMPTS:
+            raise SourceError(f"{error} (tried {failed} times)") from error
+        # Full jitter: many clients that failed together do not come back together.
+        seconds = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**failed))
+        if error.after is not None:
+            if error.after > LONGEST_RETRY_AFTER:
+                raise SourceError(f"{error}, and asks to come back in {error.after:.0f} s") from error
+            seconds = error.after + random.uniform(0, FIRST_PAUSE)
+        if seconds > self.deadline.remaining():
+            raise self._time_is_up(f" ({error})") from error
+        self.bar.note(f"{error}, again in {seconds:.0f} s")
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(PAUSE_SLICE, left))
+            self.beat()
+        self.bar.note("")
+
+    def _time_is_up(self, why: str = "") -> TimeIsUp:
+        done = f"{self.part.size} of {self.part.about.length or 'unknown'} bytes"
+        url = without_credentials(self.wanted.url)
+        return TimeIsUp(
+            f"{url} is not here after {self.deadline.seconds:g} s: {done}{why}; the next fetch continues from there"
+        )

@@ -1,0 +1,78 @@
+"""Waiting for the process that downloads: who it is, how far it is, and when it is right to stop believing in it."""
+
+import json
+import os
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.assets.cache import name_in_url, without_credentials
+from holdfast.assets.catalog import Wanted
+from holdfast.assets.lease import Lease, lease_seconds
+from holdfast.assets.transfer import Deadline, TimeIsUp
+from holdfast.errors import HoldfastError
+from holdfast.progress import say
+
+# A look costs a few system calls on a folder that thousands may share, so the pause grows with the wait.
+SHORTEST_PAUSE, LONGEST_PAUSE, SHARE_OF_WAIT = 0.02, 1.0, 0.1
+SAY_EVERY = 5.0
+
+
+class Watch:
+    """One process's view of the others that bring its file, on its own clock."""
+
+    def __init__(self, folder: Path, wanted: Wanted, deadline: Deadline) -> None:
+        self._folder, self._wanted, self._deadline = folder, wanted, deadline
+        self._started = self._last_change = self._last_said = time.monotonic()
+        self._last_sign: tuple[object, ...] = ()
+        self._waited_for: set[str] = set()
+
+    def may_succeed(self, lease: Lease) -> bool:
+        """Whether this process may try for the next lease. Raises what the holder failed with, if we waited for it."""
+        if lease.released:
+            same_hopes = lease.token in self._waited_for and lease.expects == self._wanted.sha256
+            if lease.error and same_hopes:
+                raise HoldfastError(f"{lease.error} (tried by {lease.describe()})")
+            return True
+        sign = self._sign_of_life(lease)
+        if sign != self._last_sign:
+            self._last_sign, self._last_change = sign, time.monotonic()
+        return self.surely_writes_no_more(lease) or time.monotonic() - self._last_change > lease_seconds()
+
+    def surely_writes_no_more(self, lease: Lease) -> bool:
+        return lease.released or (lease.holder is not None and lease.holder.is_dead())
+
+    def wait(self, lease: Lease) -> None:
+        now = time.monotonic()
+        self._waited_for.add(lease.token)
+        if self._deadline.passed():
+            url = without_credentials(self._wanted.url)
+            raise TimeIsUp(
+                f"{url} is not here after {self._deadline.seconds:g} s: {lease.describe()} is downloading it "
+                f"({self._how_far(lease)}, {lease.file_in(self._folder)}); give it more time with --timeout"
+            )
+        if now - self._last_said >= SAY_EVERY:
+            self._last_said = now
+            name = self._wanted.name or name_in_url(self._wanted.url)
+            say(f"waiting for {name}: {lease.describe()} is downloading it, {self._how_far(lease)}")
+        pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, SHARE_OF_WAIT * (now - self._started)))
+        time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), self._deadline.remaining())))
+
+    def _sign_of_life(self, lease: Lease) -> tuple[object, ...]:
+        """Changes whenever the holder does something: its part grows, or it touches its lease."""
+        signs: list[object] = [lease.number, lease.token]
+        for path in (lease.file_in(self._folder), self._folder / lease.part):
+            with suppress(FileNotFoundError):
+                status = os.stat(path)
+                signs += [status.st_size, status.st_mtime_ns]
+        return tuple(signs)
+
+    def _how_far(self, lease: Lease) -> str:
+        part = self._folder / lease.part
+        try:
+            done = part.stat().st_size
+            length = json.loads(part.with_name(part.name + ".json").read_bytes())["length"]
+        except (OSError, ValueError, KeyError):
+            return "no bytes yet"
+        return f"{done / 1e6:,.1f} of {length / 1e6:,.1f} MB" if length else f"{done / 1e6:,.1f} MB so far"
