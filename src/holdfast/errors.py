@@ -10,3 +10,7 @@ class HoldfastError(Exception):
 
 class UsageError(HoldfastError):
     """The command line or the configuration is wrong. Exit code 2."""
+
+
+REFUSED = "holdfast refused: "
+"""Marks a HoldfastError on its way from a rank to its supervisor: the user's mistake, which a restart would repeat."""

@@ -1,0 +1,55 @@
+"""How much arithmetic a token costs, and how much the device could do: the two numbers behind TFLOP/s and MFU.
+
+Counted as everybody in the field counts: 6 FLOPs per weight and token for forward and backward (the embedding look-up is
+free, the output matrix is not), plus attention scores and values over the full sequence (as PaLM counts: causality is not
+deducted).
+"""
+
+from holdfast.config import ModelConfig
+from holdfast.models.layers import Shape
+
+# Dense bf16 peak in FLOP/s by a part of the device's name, longest match first. Sources: the vendors' data sheets, no sparsity.
+PEAKS = {
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "GH200": 989.4e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H800": 989.4e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+
+
+def matrix_weights(config: ModelConfig, padded_vocab_size: int) -> int:
+    """Weights that take part in a matrix product for each token."""
+    shape = Shape.of(config)
+    attention = config.hidden_size * shape.head * (2 * config.num_attention_heads + 2 * shape.groups)
+    mlp = config.hidden_size * shape.ffn * (3 if config.swiglu else 2)
+    head = padded_vocab_size * config.hidden_size
+    if config.model_type == "bert":
+        head += config.hidden_size**2
+    return config.num_layers * (attention + mlp) + head
+
+
+def flops_per_token(config: ModelConfig, seq_length: int, padded_vocab_size: int) -> int:
+    """Forward and backward FLOPs of one token."""
+    attention = 12 * config.num_layers * config.num_attention_heads * Shape.of(config).head * seq_length
+    return 6 * matrix_weights(config, padded_vocab_size) + attention
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The device's dense bf16 peak by its name, or None if we do not know it."""
+    for part in sorted(PEAKS, key=len, reverse=True):
+        if part in device_name:
+            return PEAKS[part]
+    return None

@@ -1,0 +1,54 @@
+"""The one place where a model meets its layout. The order is fixed: tensor parallel → recompute → compile → FSDP2 → weights.
+
+Modules are built without memory, cut, and only then given their share of each weight, so that no rank ever holds more than that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from holdfast.parallel.data import shard_model
+from holdfast.parallel.mesh import Grid
+from holdfast.parallel.tensor import cut_model, fill, transformer_layers
+
+
+def cut_and_fill(
+    model: nn.Module,
+    grid: Grid,
+    initial: Callable[[str, torch.Size], Tensor],
+    *,
+    sequence_parallel: bool,
+    recompute: str,
+    compiled: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Takes a model on the meta device to its place in the grid, weights included."""
+    if grid.layout.tensor > 1:
+        cut_model(model, grid.mesh["tensor"], sequence_parallel)
+    if recompute != "none":
+        for layer in transformer_layers(model):
+            recompute_in_backward(layer.self_attention if recompute == "selective" else layer)  # type: ignore[arg-type]
+    if compiled:
+        for layer in transformer_layers(model):
+            layer.compile(dynamic=False)
+    if grid.layout.shard > 1:
+        axes = ("replica", "shard") if grid.layout.replica > 1 else ("shard",)
+        shard_model(model, grid.mesh[axes], dtype)
+    model.to_empty(device=grid.device)
+    for name, parameter in model.named_parameters():
+        fill(parameter, initial(name, parameter.shape))
+
+
+def recompute_in_backward(module: nn.Module) -> None:
+    """Keeps only the module's inputs and computes the rest again when backward needs it."""
+    plain = module.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            return checkpoint(plain, *arguments, use_reentrant=False, **keywords)
+        return plain(*arguments, **keywords)
+
+    module.forward = forward

@@ -1,0 +1,150 @@
+"""The rank grid: which rank does what, as arithmetic without torch.
+
+Ranks are numbered as Megatron numbers them: tensor parallel changes fastest, then context, then data, pipeline slowest. The
+grid's axes are (pipeline, replica, shard, context, tensor); replica × shard is the data-parallel size.
+"""
+
+from dataclasses import dataclass
+
+from holdfast.config import Config, ModelConfig, ParallelConfig
+from holdfast.errors import HoldfastError
+
+AXES = ("pipeline", "replica", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the grid's axes."""
+
+    pipeline: int
+    replica: int
+    shard: int
+    context: int
+    tensor: int
+    virtual: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.replica * self.shard * self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        return self.replica * self.shard
+
+    def sizes(self) -> tuple[int, ...]:
+        return (self.pipeline, self.replica, self.shard, self.context, self.tensor)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        found = {}
+        for axis, size in reversed(list(zip(AXES, self.sizes(), strict=True))):
+            found[axis], rank = rank % size, rank // size
+        return {axis: found[axis] for axis in AXES}
+
+    def words(self) -> str:
+        parts = [
+            f"{self.world} rank{'s' if self.world > 1 else ''}",
+            f"tensor {self.tensor}",
+            f"pipeline {self.pipeline}" + (f" × {self.virtual} virtual" if self.virtual > 1 else ""),
+            f"data {self.data}" + (f" ({self.replica} replicas × {self.shard} shards)" if self.shard > 1 else ""),
+        ]
+        return ", ".join(parts + ([f"context {self.context}"] if self.context > 1 else []))
+
+
+def layout_of(parallel: ParallelConfig, world: int | None = None) -> Layout:
+    """The grid for a number of ranks (by default the one the configuration starts), or why it cannot be."""
+    world = world or parallel.nnodes * parallel.nproc_per_node
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    model = tensor * pipeline * parallel.context_parallel_size
+    if model < 1 or world % model:
+        raise HoldfastError(
+            f"{world} ranks (nnodes {parallel.nnodes} × nproc_per_node {parallel.nproc_per_node}) cannot be divided by "
+            f"tensor {tensor} × pipeline {pipeline} × context {parallel.context_parallel_size} = {model}; "
+            f"use a multiple of {model} ranks"
+        )
+    data = world // model
+    if parallel.data_parallel_sharding_strategy == "no_shard":
+        replica = data
+    else:
+        replica = parallel.data_parallel_replicas
+        if data % replica:
+            raise HoldfastError(f"data_parallel_replicas = {replica} does not divide the data-parallel size {data}")
+    return Layout(
+        pipeline,
+        replica,
+        data // replica,
+        parallel.context_parallel_size,
+        tensor,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
+
+
+def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
+    """The layers of each stage, in order. Stage s belongs to pipeline rank s modulo the pipeline size."""
+    stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    fixed = {0: first, stages - 1: last}
+    fixed = {stage: count for stage, count in fixed.items() if count is not None}
+    free = stages - len(fixed)
+    rest = model.num_layers - sum(count or 0 for count in fixed.values())
+    if (free and (rest < free or rest % free)) or (not free and rest):
+        raise HoldfastError(
+            f"{model.num_layers} layers cannot be cut into {stages} pipeline stages"
+            + (f" with {fixed} fixed" if fixed else "")
+            + "; change num_layers, pipeline_model_parallel_size, or give decoder_first_pipeline_num_layers and "
+            "decoder_last_pipeline_num_layers"
+        )
+    counts = [fixed[stage] if stage in fixed else rest // free for stage in range(stages)]
+    starts = [sum(count or 0 for count in counts[:stage]) for stage in range(stages)]
+    return [range(start, start + (count or 0)) for start, count in zip(starts, counts, strict=True)]
+
+
+def padded_vocab_size(vocab_size: int, model: ModelConfig, tensor: int) -> int:
+    multiple = model.make_vocab_size_divisible_by * tensor
+    return -(-vocab_size // multiple) * multiple
+
+
+def check_layout(config: Config, layout: Layout) -> None:
+    """Refuses what cannot work, naming the keys, before any rank starts."""
+    model, train = config.model, config.train
+    groups = model.num_query_groups or model.num_attention_heads
+    problems = []
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        problems.append(
+            f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}"
+        )
+    if model.num_attention_heads % groups:
+        problems.append(
+            f"num_attention_heads {model.num_attention_heads} is not divisible by num_query_groups {groups}"
+        )
+    if groups % layout.tensor:
+        key = "num_query_groups" if model.num_query_groups else "num_attention_heads"
+        problems.append(f"{key} {groups} is not divisible by tensor_model_parallel_size {layout.tensor}")
+    if model.ffn_hidden_size and model.ffn_hidden_size % layout.tensor:
+        problems.append(
+            f"ffn_hidden_size {model.ffn_hidden_size} is not divisible by tensor_model_parallel_size {layout.tensor}"
+        )
+    positions = model.max_position_embeddings or config.data.seq_length
+    if config.data.seq_length > positions:
+        problems.append(f"seq_length {config.data.seq_length} is longer than max_position_embeddings {positions}")
+    if config.parallel.sequence_parallel and config.data.seq_length % layout.tensor:
+        problems.append(
+            f"seq_length {config.data.seq_length} is not divisible by tensor_model_parallel_size {layout.tensor}"
+        )
+    portion = train.micro_batch_size * layout.data
+    for size in (train.global_batch_size or portion, *train.rampup_batch_size[:2]):
+        if size % portion:
+            problems.append(
+                f"global_batch_size {size} is not divisible by micro_batch_size {train.micro_batch_size} "
+                f"× data-parallel size {layout.data}"
+            )
+    if layout.virtual > 1 and layout.pipeline == 1:
+        problems.append("num_virtual_stages_per_pipeline_rank needs pipeline_model_parallel_size > 1")
+    if layout.virtual > 1 and (train.global_batch_size or portion) // portion % layout.pipeline:
+        problems.append("the interleaved schedule needs a number of micro batches divisible by the pipeline size")
+    if train.fp16 and train.bf16:
+        problems.append("fp16 and bf16 exclude each other")
+    if len(train.rampup_batch_size) not in (0, 3):
+        problems.append("rampup_batch_size takes three numbers: START INCREMENT SAMPLES")
+    if problems:
+        raise HoldfastError("; ".join(problems))
+    stage_layers(model, config.parallel)

@@ -1,0 +1,52 @@
+"""The ranks of this run as a DeviceMesh, and where this rank stands in it."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from holdfast.parallel.layout import AXES, Layout
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's place: the layout, the mesh over it, and the device."""
+
+    layout: Layout
+    mesh: DeviceMesh
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def index(self, axis: str) -> int:
+        """This rank's position on an axis."""
+        return int(self.mesh.get_local_rank(axis))
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one on these axes only."""
+        if len(axes) == 1:
+            return self.mesh.get_group(axes[0])
+        return self.mesh[axes]._flatten("_".join(axes)).get_group()
+
+    @property
+    def data_rank(self) -> int:
+        return self.index("replica") * self.layout.shard + self.index("shard")
+
+
+def pick_device() -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def build_grid(layout: Layout, device: torch.device) -> Grid:
+    mesh = init_device_mesh(device.type, layout.sizes(), mesh_dim_names=AXES)
+    grid = Grid(layout, mesh, device)
+    grid.group("replica", "shard")  # made by all ranks at once, in one order
+    return grid

@@ -1,0 +1,84 @@
+"""Pipeline parallelism on torch.distributed.pipelining: the stages of this rank, their schedule, and the tied embedding.
+
+The first and the last stage both hold the embedding when weights are tied; their gradients are added up over the two before each
+step, so that both copies make the same step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from holdfast.parallel.mesh import Grid
+from holdfast.parallel.tensor import local
+
+TIED = "embedding.word_embeddings.weight"
+
+
+def build_schedule(
+    parts: list[nn.Module],
+    grid: Grid,
+    *,
+    micro_batches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    hidden_size: int,
+    sequence_cut: int,
+    dtype: torch.dtype,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """1F1B, or its interleaved form when this rank has several stages."""
+    pipeline, rank = grid.layout.pipeline, grid.index("pipeline")
+    stages = pipeline * len(parts)
+    tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64, device="meta")
+    hidden = torch.empty(micro_batch_size, seq_length // sequence_cut, hidden_size, dtype=dtype, device="meta")
+    total = torch.empty(1, dtype=torch.float32, device="meta")
+    built: list[Any] = []
+    for index, part in enumerate(parts):
+        stage = rank + index * pipeline
+        built.append(
+            PipelineStage(
+                part,
+                stage,
+                stages,
+                grid.device,
+                input_args=(tokens if stage == 0 else hidden,),
+                output_args=(total if stage == stages - 1 else hidden,),
+                group=grid.group("pipeline"),
+            )
+        )
+    if len(built) == 1:
+        return Schedule1F1B(built[0], micro_batches, loss_fn=loss, scale_grads=False)
+    return ScheduleInterleaved1F1B(built, micro_batches, loss_fn=loss, scale_grads=False)
+
+
+class TiedEmbedding:
+    """The group of the first and the last pipeline rank, which hold the same matrix."""
+
+    def __init__(self, parts: list[nn.Module], grid: Grid, tied: bool) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self.copy: nn.Parameter | None = None
+        if not tied or grid.layout.pipeline == 1:
+            return
+        layout = grid.layout
+        per_stage = layout.world // layout.pipeline
+        # every rank takes part in making every group, in the same order
+        for place in range(per_stage):
+            ends = [place, place + (layout.pipeline - 1) * per_stage]
+            group = dist.new_group(ends)
+            if grid.rank in ends:
+                self._group = group
+        if self._group is not None:
+            matrices = [p for part in parts for name, p in part.named_parameters() if name == TIED]
+            self._matrices = matrices
+            if grid.index("pipeline") == layout.pipeline - 1:
+                self.copy = matrices[0]
+
+    def add_up_gradients(self) -> None:
+        if self._group is not None:
+            for matrix in self._matrices:
+                assert matrix.grad is not None
+                dist.all_reduce(local(matrix.grad), group=self._group)

@@ -1,0 +1,136 @@
+"""Tensor parallelism: each layer's matrices cut over ranks as DTensors, and the vocabulary with them.
+
+`linear_qkv` and `linear_fc1` are cut by rows (heads, inner width), `linear_proj` and `linear_fc2` by columns, so that a layer
+needs one exchange in attention and one in the MLP. With sequence parallelism the residual stream between them is cut over
+tokens and the exchanges become all-gather and reduce-scatter.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from holdfast.models.loss import Cut
+
+
+def cut_model(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Cuts every layer, the embedding and the head of `model` over the ranks of `mesh`."""
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    for layer in transformer_layers(model):
+        parallelize_module(layer, mesh, _layer_plan(layer, stream, sequence_parallel))
+    plan: dict[str, ParallelStyle] = {}
+    names = dict(model.named_modules())
+    if "embedding.word_embeddings" in names:
+        plan["embedding.word_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    if sequence_parallel:
+        for name in ("embedding.position_embeddings", "embedding.tokentype_embeddings"):
+            if name in names:
+                plan[name] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        for name in ("decoder.final_layernorm", "encoder.final_layernorm"):
+            if name in names:
+                plan[name] = SequenceParallel(use_local_output=True)
+    if "output_layer" in names:
+        plan["output_layer"] = ColwiseParallel()
+    parallelize_module(model, mesh, plan)
+    model.vocabulary_cut = vocabulary_cut(model, mesh, stream)  # type: ignore[assignment]
+    model.sequence_cut = mesh.size() if sequence_parallel else 1  # type: ignore[assignment]
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    stack: Any = getattr(model, "decoder", None) or model.encoder
+    return list(stack.layers.values())
+
+
+def _layer_plan(layer: nn.Module, stream: Placement, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {
+        "self_attention.linear_qkv": ColwiseParallel(input_layouts=stream),
+        "self_attention.linear_proj": RowwiseParallel(output_layouts=stream),
+        "mlp.linear_fc2": RowwiseParallel(output_layouts=stream),
+    }
+    for name, _ in layer.named_modules():
+        if name.startswith("mlp.linear_fc1"):
+            plan[name] = ColwiseParallel(input_layouts=stream)
+        if sequence_parallel and name.endswith("layernorm"):
+            plan[name] = SequenceParallel(use_local_output=True)
+    return plan
+
+
+def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> Cut:
+    """How the loss works on this rank's rows of the vocabulary."""
+    group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+
+    def reduced(x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, operation, group=group)
+        return x
+
+    def whole_hidden(x: Tensor) -> Tensor:
+        whole = DTensor.from_local(x, mesh, [stream], run_check=False).redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+    def rows_here(matrix: Tensor) -> Tensor:
+        assert isinstance(matrix, DTensor)
+        return matrix.to_local()
+
+    rows = 0
+    for name, parameter in model.named_parameters():
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
+            rows = parameter.shape[0] // size
+    return Cut(
+        first_row=rank * rows,
+        reduce_max=lambda x: reduced(x, dist.ReduceOp.MAX),
+        reduce_sum=lambda x: reduced(x, dist.ReduceOp.SUM),
+        whole_hidden=whole_hidden,
+        rows_here=rows_here,
+    )
+
+
+def settle_gradients(parameters: list[nn.Parameter]) -> None:
+    """Adds up gradients that each rank holds only its part of (norms under sequence parallelism)."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if (
+            isinstance(gradient, DTensor)
+            and isinstance(parameter, DTensor)
+            and gradient.placements != parameter.placements
+        ):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is on this rank."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor
+
+
+def is_cut_over(tensor: Tensor, axis: str) -> bool:
+    """Whether a parameter is divided over the ranks of a mesh axis."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return any(name == axis and isinstance(p, Shard) for name, p in zip(names, tensor.placements, strict=True))
+
+
+def fill(parameter: Tensor, value: Tensor) -> None:
+    """Gives a parameter its value: all of it, or the share of it that is here."""
+    with torch.no_grad():
+        if isinstance(parameter, DTensor):
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = parameter.device_mesh, parameter.placements
+            shard = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+            parameter._local_tensor.copy_(shard._local_tensor)
+        else:
+            parameter.copy_(value)
