@@ -8,6 +8,8 @@ from typing import Any
 
 _HOMES: dict[str, str] = {
     "fetch": "holdfast.assets.fetching",
+    "IndexedDataset": "holdfast.data.indexed",
+    "preprocess": "holdfast.data.preprocess",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,0 +1,1 @@
+"""Text to tokens on disk, and from there to samples: sources → preprocess → indexed → samples → loader."""

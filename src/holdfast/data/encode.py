@@ -1,0 +1,60 @@
+"""Documents to tokens, lengths and document ends, by Megatron's rules.
+
+A document is a text or a list of texts. A text without tokens makes no sequence; a document without tokens makes no sequence
+and gets no end-of-document token, but keeps its entry in the document index.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.data.indexed import Array
+from holdfast.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    tokens: Array
+    lengths: npt.NDArray[np.int32]
+    documents: npt.NDArray[np.int64]
+    """Number of sequences after each document, counted from the beginning of this batch."""
+
+
+def encode_documents(
+    documents: Sequence[str | list[str]], tokenizer: Tokenizer, eod: int | None, dtype: npt.DTypeLike
+) -> Encoded:
+    """Tokens of the documents in their order; with `eod`, that token after each document that has any."""
+    texts, text_ends = _flatten(documents)
+    ids, offsets = tokenizer.encode_batch(texts)
+    counts = np.diff(offsets)
+    ends = offsets[text_ends]
+    filled = np.diff(ends, prepend=0) > 0
+    if eod is not None:
+        ids = _insert(ids, ends[filled], eod, dtype)
+        # The token goes to the last text of its document that has tokens.
+        numbers = np.arange(1, len(counts) + 1) * (counts > 0)
+        last = np.maximum.accumulate(numbers, axis=0) if len(numbers) else numbers
+        counts[last[text_ends[filled] - 1] - 1] += 1
+    sequences = counts > 0
+    after = np.concatenate([[0], np.cumsum(sequences)])
+    return Encoded(ids.astype(dtype, copy=False), counts[sequences].astype(np.int32), after[text_ends])
+
+
+def _flatten(documents: Sequence[str | list[str]]) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
+    """All texts in a row, and the number of texts after each document."""
+    if all(type(document) is str for document in documents):
+        return documents, np.arange(1, len(documents) + 1)  # type: ignore[return-value]
+    lists = [[document] if isinstance(document, str) else document for document in documents]
+    return [text for document in lists for text in document], np.cumsum([len(document) for document in lists])
+
+
+def _insert(ids: Array, positions: Array, token: int, dtype: npt.DTypeLike) -> Array:
+    """`ids` with `token` before each of the ascending positions, in the dtype of the file."""
+    spread = np.empty(len(ids) + len(positions), dtype)
+    keep = np.ones(len(spread), bool)
+    keep[positions + np.arange(len(positions))] = False
+    spread[keep] = ids
+    spread[~keep] = token
+    return spread

@@ -1,0 +1,1 @@
+"""Where documents come from. A source cuts its files into stretches that workers read alone, and reads them."""

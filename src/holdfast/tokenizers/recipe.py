@@ -1,0 +1,255 @@
+"""What a tokenizer is, read from its files: definition, vocabulary size, special ids and a digest, without loading an engine.
+
+The invariant: two recipes with one digest give the same ids for every text.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from holdfast.errors import HoldfastError, UsageError
+
+END_OF_TEXT = "<|endoftext|>"
+TYPES = (
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Enough to build the tokenizer again in another process."""
+
+    tokenizer_type: str
+    family: Literal["json", "sentencepiece", "tiktoken"]
+    definition: str = field(repr=False)
+    """The text of a tokenizer.json, or the path of the model file for the other families."""
+    vocab_size: int
+    eod: int | None
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    pad: int | None = None
+    special_tokens: bool = False
+    """Add what the tokenizer.json's post-processor adds around a text (BOS, [CLS] ... [SEP])."""
+    digest: str = ""
+
+
+def read_recipe(
+    tokenizer_type: str,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    tokenizer_model: str | Path | None = None,
+    *,
+    special_tokens: bool = True,
+) -> Recipe:
+    if tokenizer_type == "GPT2BPETokenizer":
+        return _gpt2(
+            _needed(vocab_file, "--vocab-file", tokenizer_type), _needed(merge_file, "--merge-file", tokenizer_type)
+        )
+    if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        return _bert(_needed(vocab_file, "--vocab-file", tokenizer_type), tokenizer_type)
+    if tokenizer_type not in TYPES:
+        import difflib
+
+        near = difflib.get_close_matches(tokenizer_type, TYPES, n=1, cutoff=0.4)
+        hint = f"; perhaps you meant {near[0]}" if near else ""
+        raise UsageError(f"there is no tokenizer type '{tokenizer_type}'{hint} (known: {', '.join(TYPES)})")
+    model = _needed(tokenizer_model, "--tokenizer-model", tokenizer_type)
+    if tokenizer_type == "HuggingFaceTokenizer":
+        return _hugging_face(model, special_tokens)
+    if tokenizer_type == "TikTokenizer":
+        from holdfast.tokenizers.tiktoken_files import read_tiktoken
+
+        content = _read(model)
+        tiktoken = read_tiktoken(str(model), content)
+        return Recipe(
+            tokenizer_type, "tiktoken", str(model), tiktoken.vocab_size, tiktoken.eod, digest=_digest(content)
+        )
+    return _sentencepiece(model, tokenizer_type)
+
+
+def _needed(path: str | Path | None, flag: str, tokenizer_type: str) -> Path:
+    if path is None:
+        raise UsageError(f"{tokenizer_type} needs {flag}")
+    if Path(path).exists():
+        return Path(path)
+    raise HoldfastError(f"{path} does not exist ({flag})")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise HoldfastError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _digest(*contents: bytes) -> str:
+    whole = hashlib.sha256()
+    for content in contents:
+        whole.update(len(content).to_bytes(8, "little") + content)
+    return whole.hexdigest()
+
+
+def _json(path: Path, content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise HoldfastError(f"{path} is not JSON ({error}); is it the right file?") from error
+
+
+def _added_token(content: str, number: int) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": number, "content": content, **flags}
+
+
+def _gpt2(vocab_file: Path, merge_file: Path) -> Recipe:
+    """GPT-2's byte-level BPE, as Hugging Face's fast tokenizer computes it; <|endoftext|> inside a text is the special token."""
+    vocabulary_bytes, merges_bytes = _read(vocab_file), _read(merge_file)
+    vocabulary = _json(vocab_file, vocabulary_bytes)
+    if not isinstance(vocabulary, dict) or not vocabulary:
+        raise HoldfastError(f"{vocab_file} is no vocab.json of a byte-level BPE: it should map tokens to ids")
+    lines = merges_bytes.decode("utf-8", "replace").split("\n")
+    merges = [line.split(" ") for line in lines if line.rstrip("\r") and not line.startswith("#version")]
+    merges = [[left, right.rstrip("\r")] for left, right in (pair for pair in merges if len(pair) == 2)]
+    eod = vocabulary.get(END_OF_TEXT, len(vocabulary))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    definition = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added_token(END_OF_TEXT, eod)],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
+    size = max(max(vocabulary.values()), eod) + 1
+    text = orjson.dumps(definition).decode()
+    return Recipe("GPT2BPETokenizer", "json", text, size, eod, pad=eod, digest=_digest(vocabulary_bytes, merges_bytes))
+
+
+def _bert(vocab_file: Path, tokenizer_type: str) -> Recipe:
+    """BERT's WordPiece without [CLS] and [SEP] around the text: samples add those. The end of a document is [SEP]."""
+    content = _read(vocab_file)
+    tokens = content.decode("utf-8", "replace").split("\n")
+    if tokens and not tokens[-1]:
+        tokens.pop()
+    vocabulary = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
+    missing = [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name not in vocabulary]
+    if missing:
+        raise HoldfastError(f"{vocab_file} is no BERT vocab.txt: it lacks {', '.join(missing)}")
+    lower = tokenizer_type == "BertWordPieceLowerCase"
+    special = {name: vocabulary[name] for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
+    definition = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added_token(name, number) for name, number in special.items()],
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": lower,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": None,
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocabulary,
+        },
+    }
+    return Recipe(
+        tokenizer_type,
+        "json",
+        orjson.dumps(definition).decode(),
+        len(tokens),
+        special["[SEP]"],
+        special["[CLS]"],
+        special["[SEP]"],
+        special["[MASK]"],
+        special["[PAD]"],
+        digest=_digest(content, tokenizer_type.encode()),
+    )
+
+
+def _hugging_face(model: Path, special_tokens: bool) -> Recipe:
+    """A tokenizer.json, or the folder that holds it beside tokenizer_config.json, which names the end of a text."""
+    file = model / "tokenizer.json" if model.is_dir() else model
+    if not file.is_file():
+        raise HoldfastError(f"{model} holds no tokenizer.json; --tokenizer-model wants that file or its folder")
+    content = _read(file)
+    definition = _json(file, content)
+    vocabulary, added = _vocabulary_of(file, definition)
+    names = _special_names(file.parent)
+    eos = names.get("eos_token") or next(
+        (name for name in (END_OF_TEXT, "</s>") if name in vocabulary or name in added), None
+    )
+    ids = {**vocabulary, **added}
+    found = {name: ids.get(names.get(f"{name}_token", "")) for name in ("cls", "sep", "mask", "pad")}
+    eod = ids.get(eos) if eos else found["sep"]
+    size = len({*vocabulary.values(), *added.values()})
+    digest = _digest(content, str(special_tokens).encode(), str(eod).encode())
+    text = content.decode()
+    return Recipe(
+        "HuggingFaceTokenizer", "json", text, size, eod, **found, special_tokens=special_tokens, digest=digest
+    )
+
+
+def _vocabulary_of(file: Path, definition: Any) -> tuple[dict[str, int], dict[str, int]]:
+    try:
+        raw = definition["model"]["vocab"]
+        vocabulary = {entry[0]: number for number, entry in enumerate(raw)} if isinstance(raw, list) else dict(raw)
+        return vocabulary, {token["content"]: token["id"] for token in definition.get("added_tokens") or []}
+    except (KeyError, TypeError, IndexError) as error:
+        raise HoldfastError(f"{file} is no tokenizer.json: it has no model with a vocabulary") from error
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+    """The special tokens that tokenizer_config.json or special_tokens_map.json name, as strings."""
+    names: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        config = _json(path, path.read_bytes()) if path.is_file() else {}
+        for key, value in config.items() if isinstance(config, dict) else ():
+            content = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(content, str):
+                names[key] = content
+    return names
+
+
+def _sentencepiece(model: Path, tokenizer_type: str) -> Recipe:
+    from holdfast.tokenizers.engines import load_sentencepiece
+
+    content = _read(model)
+    processor = load_sentencepiece(str(model))
+    ids = [processor.eos_id(), processor.pad_id()]
+    eos, pad = (None if number < 0 else number for number in ids)
+    size = processor.get_piece_size()
+    return Recipe(tokenizer_type, "sentencepiece", str(model), size, eos, pad=pad, digest=_digest(content))

@@ -1,0 +1,65 @@
+"""The tokenizer that the rest of Holdfast sees."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from holdfast.tokenizers.engines import (
+    Engine,
+    FastEngine,
+    Flat,
+    ReferenceEngine,
+    SentencePieceEngine,
+    TiktokenEngine,
+)
+from holdfast.tokenizers.recipe import Recipe
+
+EngineChoice = Literal["auto", "fast", "reference"]
+
+
+class Tokenizer:
+    """A recipe and the engine that computes it. Pickles as its recipe and builds its engine anew."""
+
+    def __init__(self, recipe: Recipe, engine: EngineChoice = "auto") -> None:
+        self.recipe, self._choice = recipe, engine
+        self.vocab_size, self.eod = recipe.vocab_size, recipe.eod
+        self.cls, self.sep, self.mask, self.pad = recipe.cls, recipe.sep, recipe.mask, recipe.pad
+        self._engine = choose_engine(recipe, engine)
+
+    @property
+    def engine(self) -> str:
+        """Name and version of what computes the ids."""
+        return self._engine.name
+
+    @property
+    def is_reference(self) -> bool:
+        return not isinstance(self._engine, FastEngine)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._engine.encode_batch([text])[0].tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Flat:
+        """The ids of all texts in one array, and the offsets between them."""
+        return self._engine.encode_batch(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._engine.decode(ids)
+
+    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[Recipe, EngineChoice]]:
+        return type(self), (self.recipe, self._choice)
+
+
+def choose_engine(recipe: Recipe, choice: EngineChoice) -> Engine:
+    if recipe.family == "sentencepiece":
+        return SentencePieceEngine(recipe)
+    if recipe.family == "tiktoken":
+        return TiktokenEngine(recipe)
+    if choice == "reference":
+        return ReferenceEngine(recipe)
+    try:
+        return FastEngine(recipe)
+    except (ValueError, ImportError):
+        # It has no such model, normalizer or pre-tokenizer, or no wheel for this machine.
+        if choice == "fast":
+            raise
+        return ReferenceEngine(recipe)
