@@ -1,0 +1,55 @@
+"""Training state on disk: safetensors shards with global names and offsets, and a manifest written last.
+
+    state = State(model, optimizer, shared={"iteration": 100}, per_rank={"rng": ...})
+    path = save("runs/a/checkpoints", step=100, state=state, keep_last=3)    # collective: every rank calls it
+    shared = load(path, state)                                               # any world size, any layout
+    path, shared = load_newest("runs/a", state) or (None, {})                # falls back past damaged checkpoints
+
+    with open_checkpoint(path) as checkpoint:                                # no torch: numpy arrays out of mapped files
+        weight = checkpoint.tensor("model.embedding.word_embeddings.weight")
+
+`State` says what belongs to a checkpoint: `models` (a module, or the list of this rank's pipeline stages, whose names
+are global), `optimizers`, `shared` (JSON, the same on all ranks) and `per_rank` (JSON, one's own). Tensors are called
+`model.<parameter>` and `optimizer.<parameter>.<key>`. A plain tensor is replicated over all ranks that hold its name
+(over those of one's `replica_group`, where one is given); a DTensor lies where its placements say.
+`padded_rows={"embedding.word_embeddings.weight": 50257}` marks a parameter whose rows beyond 50257 are padding: it loads
+into any other padding, where the further rows become zero.
+
+The invariants: a folder called `step-NNNNNNNN` is complete (it appears by rename); every byte of it is covered by a
+checksum in its manifest, and every byte that `load` puts into a tensor was verified; nothing in it is pickled. Names
+load at first use, so that reading a checkpoint needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.folder import newest as newest
+    from holdfast.checkpoint.loading import load as load
+    from holdfast.checkpoint.loading import load_newest as load_newest
+    from holdfast.checkpoint.manifest import Manifest as Manifest
+    from holdfast.checkpoint.manifest import read_manifest as read_manifest
+    from holdfast.checkpoint.reader import Checkpoint as Checkpoint
+    from holdfast.checkpoint.reader import open_checkpoint as open_checkpoint
+    from holdfast.checkpoint.state import State as State
+    from holdfast.checkpoint.writing import save as save
+
+_HOMES = {
+    "State": "state",
+    "save": "writing",
+    "load": "loading",
+    "load_newest": "loading",
+    "newest": "folder",
+    "Manifest": "manifest",
+    "read_manifest": "manifest",
+    "Checkpoint": "reader",
+    "open_checkpoint": "reader",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'holdfast.checkpoint' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"holdfast.checkpoint.{_HOMES[name]}"), name)

@@ -1,0 +1,105 @@
+"""The bytes of one shard: a safetensors file whose pieces know where they lie in the whole tensors.
+
+The same layout is written to disk and kept in memory slots, so that persisting a snapshot is a write of memory. The invariant:
+the layout is a pure function of the pieces; the header is padded with spaces to a page, so that tensors start page-aligned, and
+pieces follow each other without holes, widest items first, which keeps each of them aligned to its item size.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdfast.errors import HoldfastError
+
+PAGE = 4096
+LARGEST_HEADER = 100_000_000
+
+# safetensors' names of the dtypes that a training state may hold, and their bytes
+ITEM_SIZES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: `shape` elements from `offset` on, in the tensor of `global_shape`."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the pieces of one shard lie: absolute byte positions in the file that begins with `header`."""
+
+    header: bytes
+    pieces: tuple[Piece, ...]
+    starts: tuple[int, ...]
+    size: int
+
+
+def lay_out(pieces: Iterable[Piece]) -> Layout:
+    ordered = tuple(sorted(pieces, key=lambda piece: (-ITEM_SIZES[piece.dtype], piece.name)))
+    entries: dict[str, object] = {}
+    position = 0
+    begins = []
+    for piece in ordered:
+        assert piece.name not in entries, f"{piece.name} occurs twice in one shard"
+        begins.append(position)
+        entries[piece.name] = {
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "data_offsets": [position, position + piece.nbytes],
+        }
+        position += piece.nbytes
+    sharding = {p.name: {"saved_offsets": list(p.offset), "global_shape": list(p.global_shape)} for p in ordered}
+    entries["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    header = struct.pack("<Q", len(text)) + text
+    return Layout(header, ordered, tuple(len(header) + begin for begin in begins), len(header) + position)
+
+
+def read_layout(content: memoryview, origin: str) -> Layout:
+    """The layout that a shard's own header describes; `origin` names it in errors."""
+    try:
+        (length,) = struct.unpack_from("<Q", content)
+        if length > min(LARGEST_HEADER, len(content) - 8):
+            raise ValueError("header length")
+        header = bytes(content[: 8 + length])
+        entries = json.loads(header[8:])
+        sharding = json.loads(entries.pop("__metadata__")["DCP_SHARDING_INFO"])
+        pieces, starts = [], []
+        for name, entry in entries.items():
+            where = sharding[name]
+            box = (tuple(where["global_shape"]), tuple(where["saved_offsets"]), tuple(entry["shape"]))
+            pieces.append(Piece(name, entry["dtype"], *box))
+            starts.append(len(header) + entry["data_offsets"][0])
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise HoldfastError(f"{origin} is not a shard of a checkpoint: its header cannot be read ({error})") from error
+    size = len(header) + sum(piece.nbytes for piece in pieces)
+    return Layout(header, tuple(pieces), tuple(starts), size)

@@ -1,0 +1,128 @@
+"""MANIFEST.json: what a checkpoint consists of, and the checksum of every byte of it. No torch.
+
+The invariant: a manifest is written when all it speaks of is on disk, and it covers itself: a flipped bit in it is
+noticed as well.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import xxhash
+
+from holdfast.checkpoint.layout import Layout, Piece
+from holdfast.errors import HoldfastError
+
+FILE_NAME = "MANIFEST.json"
+FORMAT = 1
+CHUNK = 16 << 20
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A file of the checkpoint: the xxh3_64 of each 16 MiB of it, and the pieces in it with their byte positions."""
+
+    name: str
+    rank: int
+    bytes: int
+    chunks: list[str]
+    pieces: list[tuple[str, int, list[int], list[int]]]
+    """name, first byte, offset in the whole tensor, shape"""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    world: int
+    plan_hash: str
+    tensors: dict[str, tuple[str, list[int]]]
+    """name → dtype, global shape"""
+    files: list[ShardFile]
+    layout: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    per_rank: list[dict[str, Any]] = field(default_factory=list)
+    optimizer_settings: list[dict[str, Any]] = field(default_factory=list)
+    padded_rows: dict[str, int] = field(default_factory=dict)
+    source: str = "training"
+    """training: written by the ranks; memory: written from a memory snapshot"""
+    format: int = FORMAT
+
+
+def shard_name(rank: int, world: int) -> str:
+    return f"shard-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def describe_shard(layout: Layout, rank: int, world: int, chunks: list[str]) -> ShardFile:
+    pieces = [
+        (piece.name, start, list(piece.offset), list(piece.shape))
+        for piece, start in zip(layout.pieces, layout.starts, strict=True)
+    ]
+    return ShardFile(shard_name(rank, world), rank, layout.size, chunks, pieces)
+
+
+def chunk_checksum(content: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def chunk_ranges(size: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, size, CHUNK):
+        yield begin, min(begin + CHUNK, size)
+
+
+def encode(manifest: Manifest) -> bytes:
+    record = asdict(manifest)
+    return orjson.dumps({"checksum": _checksum(record), **record}, option=orjson.OPT_INDENT_2)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / FILE_NAME).write_bytes(encode(manifest))
+
+
+def read_manifest(path: Path | str) -> Manifest:
+    """The manifest of a checkpoint folder. An absent or damaged one is a HoldfastError that names it."""
+    file = Path(path) / FILE_NAME
+    try:
+        record = orjson.loads(file.read_bytes())
+        checksum = record.pop("checksum")
+    except FileNotFoundError:
+        raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}") from None
+    except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise HoldfastError(f"{file} is damaged: not a manifest ({error})") from error
+    if not isinstance(record, dict) or checksum != _checksum(record):
+        raise HoldfastError(f"{file} is damaged: its checksum does not match its content")
+    if record.get("format") != FORMAT:
+        raise HoldfastError(f"{file} has format {record.get('format')}; this version of Holdfast reads format {FORMAT}")
+    record["files"] = [ShardFile(**entry) for entry in record["files"]]
+    return Manifest(**record)
+
+
+def pieces_of(manifest: Manifest, file: ShardFile) -> Iterator[tuple[Piece, int]]:
+    for name, start, offset, shape in file.pieces:
+        dtype, global_shape = manifest.tensors[name]
+        yield Piece(name, dtype, tuple(global_shape), tuple(offset), tuple(shape)), start
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return chunk_checksum(orjson.dumps(record, option=orjson.OPT_SORT_KEYS))
+
+
+def checksum_chunks(content: memoryview, threads: int = 1) -> list[str]:
+    """The checksums of a shard's chunks; xxhash lets go of the interpreter lock, so threads help."""
+    ranges = list(chunk_ranges(len(content)))
+    chunks = [""] * len(ranges)
+
+    def work(first: int) -> None:
+        for index in range(first, len(ranges), threads):
+            begin, end = ranges[index]
+            chunks[index] = chunk_checksum(content[begin:end])
+
+    workers = [threading.Thread(target=work, args=(first,)) for first in range(1, threads)]
+    for worker in workers:
+        worker.start()
+    work(0)
+    for worker in workers:
+        worker.join()
+    return chunks

@@ -1,0 +1,187 @@
+"""Reading a checkpoint without torch: verified bytes of mapped files, boxes of whole tensors by global name.
+
+The invariant: no byte leaves this file before the checksum of its chunk was compared with the manifest's.
+"""
+
+import math
+import mmap
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.folder import STEP_FOLDER, newest
+from holdfast.checkpoint.layout import ITEM_SIZES, Piece
+from holdfast.checkpoint.manifest import (
+    CHUNK,
+    FILE_NAME,
+    Manifest,
+    ShardFile,
+    chunk_checksum,
+    pieces_of,
+    read_manifest,
+)
+from holdfast.checkpoint.plan import overlap
+from holdfast.errors import HoldfastError
+
+# what numpy calls safetensors' dtypes; bfloat16 and float8 have no name there and come as unsigned integers of their bits
+NUMPY_TYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "F32": np.float32,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "F64": np.float64,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "C64": np.complex64,
+}
+
+Bytes = NDArray[np.uint8]
+
+
+class VerifiedFile:
+    """A shard, mapped; `view` gives bytes of it that have been compared with their checksum."""
+
+    def __init__(self, folder: Path, entry: ShardFile) -> None:
+        self.path, self._entry = folder / entry.name, entry
+        self._verified = bytearray(len(entry.chunks))
+        try:
+            with open(self.path, "rb") as file:
+                size = file.seek(0, 2)
+                if size != entry.bytes:
+                    raise HoldfastError(f"{self.path} is damaged: {size:,} bytes instead of {entry.bytes:,}")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise HoldfastError(f"{self.path} is missing") from None
+        self._content = np.frombuffer(self._map, dtype=np.uint8)
+
+    def view(self, begin: int, end: int) -> Bytes:
+        for index in range(begin // CHUNK, -(-end // CHUNK)):
+            self.verify(index)
+        return self._content[begin:end]
+
+    def verify(self, index: int) -> None:
+        if not self._verified[index]:
+            begin = index * CHUNK
+            found = chunk_checksum(self._content[begin : begin + CHUNK].data)
+            if found != self._entry.chunks[index]:
+                raise HoldfastError(
+                    f"{self.path} is damaged: the checksum of the 16 MiB from byte {begin:,} does not match"
+                )
+            self._verified[index] = 1
+
+    def verify_all(self) -> None:
+        for index in range(len(self._verified)):
+            self.verify(index)
+
+
+class Checkpoint:
+    """A checkpoint folder, open for reading. Tensors come assembled from their pieces, by global name."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._files: dict[str, VerifiedFile] = {}
+        self._pieces: dict[str, list[tuple[Piece, int, ShardFile]]] = defaultdict(list)
+        for file in manifest.files:
+            for piece, start in pieces_of(manifest, file):
+                self._pieces[piece.name].append((piece, start, file))
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the mapped files; they are unmapped when the last array that shows them is gone."""
+        self._files.clear()
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        return self.manifest.shared
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name → dtype (as safetensors calls it) and global shape."""
+        return {name: (dtype, tuple(shape)) for name, (dtype, shape) in self.manifest.tensors.items()}
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[Any]:
+        """A whole tensor, or the rows [first, last) of it. bfloat16 comes as uint16: numpy has no name for it."""
+        dtype, shape = self._entry(name)
+        first, last = rows if rows is not None else (0, shape[0] if shape else 1)
+        box = ((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])) if shape else ((), ())
+        whole: NDArray[Any] = np.empty(box[1], dtype=NUMPY_TYPES[dtype])
+        for slices, part in self.parts(name, *box):
+            whole[slices] = part
+        return whole
+
+    def parts(
+        self, name: str, offset: Sequence[int], shape: Sequence[int]
+    ) -> Iterator[tuple[tuple[slice, ...], NDArray[Any]]]:
+        """The pieces that make up a box of a tensor: where in the box, and the (verified, mapped) content."""
+        self._entry(name)
+        missing = math.prod(shape)
+        for piece, start, file in self._pieces[name]:
+            begin, extent = overlap(offset, shape, piece.offset, piece.shape)
+            if not math.prod(extent):
+                continue
+            missing -= math.prod(extent)
+            rows = (begin[0] - piece.offset[0], begin[0] - piece.offset[0] + extent[0]) if extent else (0, 1)
+            row_bytes = math.prod(piece.shape[1:]) * ITEM_SIZES[piece.dtype]
+            content = self.file(file).view(start + rows[0] * row_bytes, start + rows[1] * row_bytes)
+            part: NDArray[Any] = content.view(NUMPY_TYPES[piece.dtype]).reshape(extent[:1] + piece.shape[1:])
+            inner = tuple(
+                slice(b - o, b - o + e) for b, o, e in zip(begin[1:], piece.offset[1:], extent[1:], strict=True)
+            )
+            yield (
+                tuple(slice(b - o, b - o + e) for b, o, e in zip(begin, offset, extent, strict=True)),
+                part[(slice(None), *inner)] if extent else part,
+            )
+        if missing > 0:
+            raise HoldfastError(f"{self.path} lacks {missing:,} elements of {name}")
+
+    def file(self, entry: ShardFile) -> VerifiedFile:
+        if entry.name not in self._files:
+            self._files[entry.name] = VerifiedFile(self.path, entry)
+        return self._files[entry.name]
+
+    def verify(self, share: int = 0, of: int = 1) -> None:
+        """Compares every byte of this share of the files with its checksum; all files must be there and have their size."""
+        for index, entry in enumerate(self.manifest.files):
+            file = self.file(entry)
+            if index % of == share:
+                file.verify_all()
+
+    def _entry(self, name: str) -> tuple[str, tuple[int, ...]]:
+        try:
+            dtype, shape = self.manifest.tensors[name]
+        except KeyError:
+            raise HoldfastError(f"{self.path} has no tensor {name}") from None
+        return dtype, tuple(shape)
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Opens a checkpoint: a step folder, or the newest step of a run or checkpoints folder."""
+    itself = (Path(path) / FILE_NAME).exists() or STEP_FOLDER.fullmatch(Path(path).name)
+    folder = Path(path) if itself else newest(path)
+    if folder is None:
+        raise HoldfastError(f"there is no checkpoint in {path}")
+    return Checkpoint(folder, read_manifest(folder))

@@ -1,0 +1,235 @@
+"""What belongs to a training state, under global names: parameters, persistent buffers, optimizer tensors, small JSON.
+
+The invariant: the same state has the same names in every layout. Wrappers (DDP, torch.compile, activation checkpointing) leave no
+trace in a name, tied parameters occur once, and a DTensor is described by the box that this rank holds.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import _TYPES
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from holdfast.checkpoint.layout import ITEM_SIZES, Piece
+from holdfast.checkpoint.plan import Held
+from holdfast.errors import HoldfastError
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TYPES.items() if dtype and name in ITEM_SIZES}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor of the state and the box of it that this rank holds. `local` shares the parameter's memory."""
+
+    name: str
+    local: torch.Tensor
+    box: Piece
+    divisible: bool = True
+
+    @property
+    def held(self) -> Held:
+        return Held(self.box, self.divisible)
+
+
+class State:
+    """What to save and where to load it: see the package's page."""
+
+    def __init__(
+        self,
+        models: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        shared: Mapping[str, Any] | None = None,
+        per_rank: Mapping[str, Any] | None = None,
+        replica_group: dist.ProcessGroup | None = None,
+        padded_rows: Mapping[str, int] | None = None,
+    ) -> None:
+        self.models = [models] if isinstance(models, torch.nn.Module) else list(models)
+        self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self.shared = dict(shared or {})
+        self.per_rank = dict(per_rank or {})
+        self.replica_group = replica_group
+        self.padded_rows = dict(padded_rows or {})
+        self.parameters = dict(_named_parameters(self.models))
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+
+    @property
+    def cohort(self) -> str | None:
+        """Names the ranks that divide replicated tensors among themselves; None is all of them."""
+        if self.replica_group is None:
+            return None
+        return ",".join(map(str, dist.get_process_group_ranks(self.replica_group)))
+
+    def items(self, optimizer: bool = True) -> list[Item]:
+        """Every tensor of the state that this rank holds a part of."""
+        found = [describe(f"model.{name}", parameter) for name, parameter in self.parameters.items()]
+        found += [describe(f"model.{name}", buffer, divisible=False) for name, buffer in _named_buffers(self.models)]
+        if optimizer:
+            for name, state in self.optimizer_state():
+                for key, value in sorted(state.items()):
+                    if isinstance(value, torch.Tensor):
+                        found.append(describe(f"optimizer.{name}.{key}", value))
+        return found
+
+    def optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each optimised parameter's name and its (live) state."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in optimizer.state:
+                        yield self.name_of(parameter), optimizer.state[parameter]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        try:
+            return self._names[id(parameter)]
+        except KeyError:
+            raise HoldfastError(
+                f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that none of the models has; "
+                "give the models whose parameters it optimises"
+            ) from None
+
+    def optimizer_settings(self) -> list[dict[str, Any]]:
+        """Learning rates and the like, with the names of the parameters they hold for; and state that is a mere number. JSON."""
+        return [
+            {
+                "parameters": [self.name_of(parameter) for parameter in group["params"]],
+                "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
+                "numbers": {
+                    self.name_of(parameter): numbers
+                    for parameter in group["params"]
+                    if (numbers := _numbers(optimizer.state.get(parameter, {})))
+                },
+            }
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def apply_optimizer_settings(self, saved: Iterable[Mapping[str, Any]]) -> None:
+        homes = {name: entry["settings"] for entry in saved for name in entry["parameters"]}
+        numbers = {name: values for entry in saved for name, values in entry["numbers"].items()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                names = [self.name_of(parameter) for parameter in group["params"]]
+                settings: dict[str, Any] = next((homes[name] for name in names if name in homes), {})
+                for key, value in settings.items():
+                    _set(group, key, value)
+                for name, parameter in zip(names, group["params"], strict=True):
+                    if name in numbers:
+                        optimizer.state[parameter].update(numbers[name])
+
+    def create_optimizer_state(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Makes room for the optimizer tensors that a checkpoint has (name → dtype, shape) and a fresh optimizer has not."""
+        keys: dict[str, list[str]] = {}
+        for name in tensors:
+            if name.startswith("optimizer."):
+                parameter_name, key = name.removeprefix("optimizer.").rsplit(".", 1)
+                keys.setdefault(parameter_name, []).append(key)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self.name_of(parameter)
+                    state = optimizer.state[parameter]
+                    for key in keys.get(name, ()):
+                        if key not in state:
+                            dtype, shape = tensors[f"optimizer.{name}.{key}"]
+                            rows = self.padded_rows.get(name)
+                            state[key] = _empty_state(parameter, group, DTYPES[dtype], shape, rows)
+
+
+def describe(name: str, tensor: torch.Tensor, divisible: bool = True) -> Item:
+    """The item of one tensor: which box of which whole this rank holds."""
+    shape = tuple(tensor.shape)
+    offset: tuple[int, ...] = (0,) * len(shape)
+    local = tensor.detach()
+    if isinstance(local, DTensor):
+        if any(isinstance(placement, Partial) for placement in local.placements):
+            raise HoldfastError(f"{name} is a partial sum (DTensor with Partial placement); reduce it before saving")
+        _, offset = compute_local_shape_and_global_offset(shape, local.device_mesh, local.placements)
+        local = local.to_local()
+    if local.dtype not in DTYPE_NAMES:
+        raise HoldfastError(f"{name} has dtype {local.dtype}, which safetensors files cannot hold")
+    if math.prod(local.shape) == 0 or not offset:
+        offset = (0,) * len(shape)
+    box = Piece(name, DTYPE_NAMES[local.dtype], shape, tuple(offset), tuple(local.shape))
+    return Item(name, local, box, divisible)
+
+
+def clean_name(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DDP, DataParallel and torch.compile."""
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            module = module.module
+        elif hasattr(module, "_orig_mod") and isinstance(module._orig_mod, torch.nn.Module):
+            module = module._orig_mod
+        else:
+            return module
+
+
+def _named_parameters(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    seen: dict[int, str] = {}
+    names: set[str] = set()
+    for model in models:
+        for raw, parameter in unwrap(model).named_parameters():
+            name = clean_name(raw)
+            if id(parameter) in seen:
+                continue
+            if name in names:
+                raise HoldfastError(
+                    f"two of the models have a parameter called {name}; pipeline stages need global names"
+                )
+            seen[id(parameter)] = name
+            names.add(name)
+            yield name, parameter
+
+
+def _named_buffers(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for model in models:
+        for prefix, module in unwrap(model).named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                yield clean_name(f"{prefix}.{key}" if prefix else key), buffer
+
+
+def _empty_state(
+    parameter: torch.Tensor, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...], rows: int | None
+) -> torch.Tensor:
+    like_parameter = tuple(parameter.shape) == shape or (rows and tuple(parameter.shape)[1:] == shape[1:] and shape)
+    if like_parameter:
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    on_device = not shape and not (group.get("fused") or group.get("capturable"))
+    return torch.zeros(shape, dtype=dtype, device="cpu" if on_device else parameter.device)
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, int | float]:
+    return {key: value for key, value in state.items() if isinstance(value, int | float)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    current = group.get(key)
+    if isinstance(current, torch.Tensor):
+        current.fill_(value)
+    elif isinstance(value, list):
+        group[key] = tuple(value)
+    else:
+        group[key] = value
