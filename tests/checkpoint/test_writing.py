@@ -5,14 +5,15 @@ import shutil
 
 import pytest
 import torch
-from layouts import Model, assert_filled, build, expected, fill, take_a_step
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as dcp_load
-from worlds import run_world
 
 from holdfast.checkpoint import State, load, load_newest, newest, open_checkpoint, read_manifest, save
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
+
+from .layouts import Model, assert_filled, build, expected, fill, take_a_step
+from .worlds import run_world
 
 
 def save_in(rank, layout, folder, seed=1, step=7, rows=13):
