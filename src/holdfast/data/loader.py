@@ -1,0 +1,189 @@
+"""Batches for one data-parallel rank, prefetched by threads.
+
+The invariant: what `get` returns is a pure function of (samples, consumed samples, batch size, rank, number of ranks).
+Prefetching only guesses the next call; a wrong guess costs time and changes nothing. No other file of the data side imports
+torch.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from holdfast.data.blend import Samples
+from holdfast.errors import HoldfastError, UsageError
+
+# Steps that are read ahead of the one being trained on.
+PREFETCHED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """B samples of T tokens, in page-locked memory where a CUDA device wants to fetch them."""
+
+    tokens: Tensor
+    """[B, T] int64."""
+    labels: Tensor
+    """[B, T] int64, the token after each one."""
+    loss_mask: Tensor
+    """[B, T] float32, 0 where no loss is wanted."""
+    position_ids: Tensor | None
+    """[B, T] int64, counted from the last end of document; None: 0 to T - 1 everywhere."""
+    document_ids: Tensor | None
+    """[B, T] int32, rising within a row; a token attends to earlier ones of its own document. None: to all earlier ones."""
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same on another device; from page-locked memory the copy overlaps with what the device computes."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return MicroBatch(
+            self.tokens.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.loss_mask.to(device, non_blocking=True),
+            move(self.position_ids),
+            move(self.document_ids),
+        )
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """What an end-of-document token inside a sample does."""
+
+    eod: int | None = None
+    """The token's id; needed if any of the rules is on."""
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if self.eod is None and (self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss):
+            raise UsageError(
+                "reset_position_ids, reset_attention_mask and eod_mask_loss need the end-of-document token"
+            )
+
+
+class Batches:
+    """`get(consumed_samples, global_batch_size)` gives this rank's micro batches of the step that begins there.
+
+    Sample order within a step is Megatron's: micro batch m of rank r holds the `micro_batch_size` samples from
+    `consumed + (m × ranks + r) × micro_batch_size` on.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        micro_batch_size: int,
+        *,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        rules: DocumentRules | None = None,
+        num_workers: int = 2,
+        pin_memory: bool | None = None,
+    ) -> None:
+        self.samples, self.micro_batch_size = samples, micro_batch_size
+        self.rank, self.ranks = data_parallel_rank, data_parallel_size
+        self.rules = rules or DocumentRules()
+        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._threads = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
+        self._ahead: dict[tuple[int, int], list[Future[MicroBatch]]] = {}
+
+    def get(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+        rows = self.sample_numbers(consumed_samples, global_batch_size)
+        if self._threads is None:
+            return [self._read(row) for row in rows]
+        wanted = [
+            (consumed_samples + step * global_batch_size, global_batch_size) for step in range(PREFETCHED_STEPS + 1)
+        ]
+        for key in [key for key in self._ahead if key not in wanted]:
+            for future in self._ahead.pop(key):
+                future.cancel()
+        for start, size in wanted:
+            if (start, size) not in self._ahead and start + size <= len(self.samples):
+                self._ahead[start, size] = [
+                    self._threads.submit(self._read, row) for row in self.sample_numbers(start, size)
+                ]
+        return [future.result() for future in self._ahead.pop(wanted[0])]
+
+    def sample_numbers(self, consumed_samples: int, global_batch_size: int) -> list[range]:
+        """The numbers of the samples in each of this rank's micro batches."""
+        chunk = self.micro_batch_size * self.ranks
+        if global_batch_size % chunk:
+            raise UsageError(
+                f"global batch of {global_batch_size} samples is not a multiple of micro batch × data-parallel ranks = "
+                f"{self.micro_batch_size} × {self.ranks}"
+            )
+        if consumed_samples + global_batch_size > len(self.samples):
+            raise HoldfastError(
+                f"samples {consumed_samples:,} to {consumed_samples + global_batch_size:,} are wanted, but there are only "
+                f"{len(self.samples):,}: datasets blended without weights are read once; give weights, or train for less"
+            )
+        first = consumed_samples + self.rank * self.micro_batch_size
+        return [
+            range(start, start + self.micro_batch_size)
+            for start in range(first, consumed_samples + global_batch_size, chunk)
+        ]
+
+    def _read(self, row: Sequence[int]) -> MicroBatch:
+        return self.assemble(np.stack([self.samples[number] for number in row]))
+
+    def assemble(self, text: npt.NDArray[np.int64]) -> MicroBatch:
+        """A micro batch from samples [B, T + 1]."""
+        tokens = np.ascontiguousarray(text[:, :-1])
+        labels = np.ascontiguousarray(text[:, 1:])
+        loss_mask = np.ones(tokens.shape, dtype=np.float32)
+        position_ids = document_ids = None
+        rules = self.rules
+        if rules.eod is not None:
+            ends = tokens == rules.eod
+            if rules.eod_mask_loss:
+                loss_mask[ends] = 0.0
+            if rules.reset_position_ids:
+                position_ids = positions_in_documents(ends)
+            if rules.reset_attention_mask:
+                document_ids = documents_of_tokens(ends)
+        return MicroBatch(
+            self._tensor(tokens),
+            self._tensor(labels),
+            self._tensor(loss_mask),
+            None if position_ids is None else self._tensor(position_ids),
+            None if document_ids is None else self._tensor(document_ids),
+        )
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._pin else tensor
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def documents_of_tokens(ends: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """The number, within its row, of the document each token belongs to; an end-of-document token belongs to its own."""
+    documents = np.zeros(ends.shape, dtype=np.int32)
+    np.cumsum(ends[:, :-1], axis=1, out=documents[:, 1:])
+    return documents
+
+
+def positions_in_documents(ends: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Each token's distance from the first token of its document in this row."""
+    positions = np.broadcast_to(np.arange(ends.shape[1], dtype=np.int64), ends.shape)
+    starts = np.zeros(ends.shape, dtype=np.int64)
+    starts[:, 1:] = np.where(ends[:, :-1], positions[:, 1:], 0)
+    return positions - np.maximum.accumulate(starts, axis=1)
