@@ -13,6 +13,7 @@ from holdfast.errors import HoldfastError, UsageError
 
 VERBS: dict[str, tuple[str, str]] = {
     "fetch": ("holdfast.assets.command:fetch", "bring files into the cache exactly once, however many processes ask"),
+    "fetch-storm": ("holdfast.assets.command:fetch_storm", "make many ranks fetch at once, and count the downloads"),
     "tokenizer train": ("holdfast.data.command:train_tokenizer", "learn a tokenizer from your own text"),
     "preprocess": ("holdfast.data.command:preprocess", "text to a Megatron dataset (.bin/.idx)"),
 }

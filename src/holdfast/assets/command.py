@@ -1,12 +1,12 @@
-"""The verb `fetch`."""
+"""The verbs `fetch` and `fetch-storm`."""
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
 
 
 def fetch(
@@ -81,6 +81,54 @@ def _print_catalog(json: bool) -> None:
             print(f"  {name}/{role}  {size}, {'sha256 known' if one.sha256 else 'sha256 recorded at first download'}")
             for url in (one.url, *one.mirrors):
                 print(f"    {url}")
+
+
+def fetch_storm(
+    *,
+    ranks: int = 64,
+    iterations: int = 10,
+    strategy: Literal["holdfast", "naive"] = "holdfast",
+    json: bool = False,
+) -> None:
+    """Reproduces the many-ranks download race on loopback, and shows that it is gone.
+
+    A server with some latency has two files of the sizes of GPT-2's vocabulary and merges. All ranks ask for them in the same
+    instant, with an empty cache, in every iteration. `naive` looks, downloads to the working folder and moves, as many job
+    scripts do. The cache lies in $TMPDIR: point it at a shared folder to try that file system.
+
+    For example:
+
+    $ holdfast fetch-storm --strategy naive
+    $ holdfast fetch-storm --ranks 256 --iterations 1
+    $ TMPDIR=/lustre/scratch holdfast fetch-storm --json
+
+    Args:
+        ranks: Processes that ask at once.
+        iterations: How often; the cache is cleared in between.
+        strategy: How the ranks fetch.
+        json: Print the counts as JSON.
+    """
+    from holdfast.assets import storm
+
+    if ranks < 1 or iterations < 1:
+        raise UsageError("--ranks and --iterations start at 1")
+    reports = storm.run_storm(
+        storm.STRATEGIES[strategy],
+        ranks,
+        iterations,
+        tell=lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True),
+    )
+    total = storm.summary(strategy, ranks, reports)
+    if json:
+        _print_json(total)
+    else:
+        print(storm.table(reports))
+    once = all(count == 1 for report in reports for count in report.gets.values())
+    if strategy == "holdfast" and (total["failed_ranks"] or not once):
+        errors = sorted({error for report in reports for error in report.errors})
+        raise HoldfastError(
+            f"the storm broke through: {total['failed_ranks']} failed ranks, GETs {total['gets']} {errors}"
+        )
 
 
 def _print_json(value: object) -> None:

@@ -1,0 +1,256 @@
+"""The many-ranks download race, made to happen: all ranks of a node ask for GPT-2's two files in the same instant.
+
+A loopback server with some latency counts what is asked of it; the ranks are real processes that wait for one gun, with an
+empty cache in every iteration. `naive` is what job scripts do: look, download to the working folder, move.
+"""
+
+import hashlib
+import http.server
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.assets.catalog import Wanted
+from holdfast.assets.fetching import fetch_wanted
+
+FILES = {"gpt2-vocab.json": 1_042_301, "gpt2-merges.txt": 456_318}
+LATENCY = 0.2
+RANK_TIMEOUT = 300.0
+
+Announce = Callable[[str], None]
+Strategy = Callable[[str, Path, Announce], Path]
+"""Brings a URL's file into a folder, tells of every request it makes, and returns the file's path."""
+
+
+def holdfast(url: str, folder: Path, announce: Announce) -> Path:
+    return fetch_wanted(Wanted(url), folder, timeout=RANK_TIMEOUT, announce=announce).path
+
+
+def naive(url: str, folder: Path, announce: Announce) -> Path:
+    """Looks whether the file is there, downloads it to a free name in the working folder, moves it: three races in a row."""
+    name = urllib.parse.urlsplit(url).path.rpartition("/")[2]
+    path = folder / name
+    if not path.exists():
+        announce(url)
+        descriptor, temporary = tempfile.mkstemp(dir=".", prefix=name)
+        with urllib.request.urlopen(url) as response, os.fdopen(descriptor, "wb") as file:
+            shutil.copyfileobj(response, file)
+        free, count = name, 0
+        while os.path.exists(free):
+            count += 1
+            free = f"{name} ({count})"
+        shutil.move(temporary, free)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.move(free, path)
+    return path
+
+
+@dataclass
+class RankReport:
+    local_rank: int
+    downloads: list[str] = field(default_factory=list)
+    error: str | None = None
+    wrong_bytes: list[str] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or bool(self.wrong_bytes)
+
+
+@dataclass
+class IterationReport:
+    gets: dict[str, int]
+    failed_ranks: int
+    wrong_bytes: int
+    seconds: float
+    downloads: list[dict[str, Any]]
+    errors: list[str]
+
+
+class CountingServer(http.server.ThreadingHTTPServer):
+    """Serves the files at any path that ends with their name, and counts the requests by method and name."""
+
+    request_queue_size = 4096
+    daemon_threads = True
+
+    def __init__(self, contents: dict[str, bytes], latency: float) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.contents, self.latency = contents, latency
+        self.counts: dict[tuple[str, str], int] = {}
+        self.lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is the client's affair."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: CountingServer
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        with self.server.lock:
+            key = (self.command, name)
+            self.server.counts[key] = self.server.counts.get(key, 0) + 1
+        time.sleep(self.server.latency)
+        content = self.server.contents[name]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "0" * 40)  # what huggingface_hub wants to hear, for its turn in `bench fetch`
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """The counts are the log."""
+
+
+@contextmanager
+def counting_server(sizes: dict[str, int], latency: float) -> Iterator[CountingServer]:
+    source = random.Random(0)
+    server = CountingServer({name: source.randbytes(size) for name, size in sizes.items()}, latency)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def run_rank(strategy: Strategy, local_rank: int, wanted: dict[str, str], work: Path, gun: Any, pipe: Any) -> None:
+    """The life of one rank: `wanted` maps URLs to checksums."""
+    os.environ.update(LOCAL_RANK=str(local_rank), RANK=str(local_rank))
+    os.chdir(work)
+    report = RankReport(local_rank)
+    pipe.send("ready")
+    with suppress(EOFError):
+        gun.recv()
+    report.began = time.monotonic()
+    try:
+        for url, checksum in wanted.items():
+            path = strategy(url, work / "cache", report.downloads.append)
+            if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
+                report.wrong_bytes.append(path.name)
+    except Exception as error:
+        report.error = f"{type(error).__name__}: {error}"
+    report.ended = time.monotonic()
+    pipe.send(report)
+
+
+def run_iteration(
+    strategy: Strategy, ranks: int, server: CountingServer, work: Path, preload: str = __name__
+) -> IterationReport:
+    """Starts the ranks on an empty cache and lets them go at once. `preload` is a module that they find imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    server.counts.clear()
+    wanted = {
+        f"{server.address}/storm/files/resolve/main/{name}": hashlib.sha256(content).hexdigest()
+        for name, content in server.contents.items()
+    }
+    gun, trigger = context.Pipe(duplex=False)
+    readers, processes = [], []
+    for local_rank in range(ranks):
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=run_rank, args=(strategy, local_rank, wanted, work, gun, writer))
+        process.start()
+        writer.close()
+        readers.append(reader)
+        processes.append(process)
+    for reader in readers:
+        reader.recv()
+    trigger.close()  # the end of file reaches all of them in one instant
+    reports = list(_collect(readers))
+    for process in processes:
+        process.join()
+    return IterationReport(
+        gets={name: server.counts.get(("GET", name), 0) for name in server.contents},
+        failed_ranks=sum(report.failed for report in reports),
+        wrong_bytes=sum(bool(report.wrong_bytes) for report in reports),
+        seconds=_span(reports),
+        downloads=[{"local_rank": one.local_rank, "url": url} for one in reports for url in one.downloads],
+        errors=sorted({report.error for report in reports if report.error}),
+    )
+
+
+def _span(reports: list[RankReport]) -> float:
+    finished = [one for one in reports if one.ended]
+    return max(one.ended for one in finished) - min(one.began for one in finished) if finished else 0.0
+
+
+def _collect(readers: list[Any]) -> Iterator[RankReport]:
+    waiting = {reader: rank for rank, reader in enumerate(readers)}
+    while waiting:
+        for ready in multiprocessing.connection.wait(list(waiting)):
+            reader: Any = ready
+            rank = waiting.pop(reader)
+            try:
+                yield reader.recv()
+            except EOFError:
+                yield RankReport(rank, error="the rank died")
+            reader.close()
+
+
+def run_storm(
+    strategy: Strategy,
+    ranks: int,
+    iterations: int,
+    latency: float = LATENCY,
+    tell: Callable[[str], None] = lambda line: None,
+    preload: str = __name__,
+) -> list[IterationReport]:
+    """`iterations` times: clear the cache, start the ranks. `tell` gets a line for every download."""
+    reports = []
+    with counting_server(FILES, latency) as server:
+        for number in range(1, iterations + 1):
+            with tempfile.TemporaryDirectory(prefix="holdfast-storm-") as work:
+                report = run_iteration(strategy, ranks, server, Path(work), preload)
+            for one in report.downloads:
+                tell(f"Iteration {number}: downloading on LOCAL_RANK {one['local_rank']} from {one['url']}")
+            reports.append(report)
+    return reports
+
+
+STRATEGIES: dict[str, Strategy] = {"holdfast": holdfast, "naive": naive}
+
+
+def summary(strategy: str, ranks: int, reports: list[IterationReport]) -> dict[str, Any]:
+    return {
+        "strategy": strategy,
+        "ranks": ranks,
+        "iterations": len(reports),
+        "gets": {name: sum(report.gets[name] for report in reports) for name in FILES},
+        "failed_ranks": sum(report.failed_ranks for report in reports),
+        "wrong_bytes": sum(report.wrong_bytes for report in reports),
+        "per_iteration": [vars(report) for report in reports],
+    }
+
+
+def table(reports: list[IterationReport]) -> str:
+    heads = ["iteration", *(f"GETs {name}" for name in FILES), "failed ranks", "wrong bytes", "seconds"]
+    lines = ["  ".join(heads)]
+    for number, one in enumerate(reports, start=1):
+        cells = [number, *one.gets.values(), one.failed_ranks, one.wrong_bytes, f"{one.seconds:.2f}"]
+        lines.append("  ".join(f"{cell:>{len(head)}}" for head, cell in zip(heads, cells, strict=True)))
+    return "\n".join(lines)
