@@ -1,0 +1,92 @@
+"""The race itself: many real processes, one cache, and a server that counts."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+SHIM = """
+#include <errno.h>
+#include <stdlib.h>
+int flock(int descriptor, int operation) {
+    const char *mode = getenv("FLOCK_SHIM");
+    if (mode == NULL || atoi(mode) == 0) return 0;
+    errno = atoi(mode);
+    return -1;
+}
+"""
+PATIENCE = 550
+
+
+def storm(ranks: int, iterations: int, strategy: str = "holdfast", **environment: str) -> dict:
+    command = [sys.executable, "-m", "holdfast.cli", "fetch-storm", "--json", "--strategy", strategy]
+    command += ["--ranks", str(ranks), "--iterations", str(iterations)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("Iteration ")]
+    assert len(lines) == sum(len(one["downloads"]) for one in report["per_iteration"])
+    return report
+
+
+def assert_exactly_once(report: dict, iterations: int) -> None:
+    assert len(report["per_iteration"]) == iterations
+    for one in report["per_iteration"]:
+        assert one["gets"] == {"gpt2-vocab.json": 1, "gpt2-merges.txt": 1}
+        assert (one["failed_ranks"], one["wrong_bytes"]) == (0, 0)
+        assert len(one["downloads"]) == 2
+
+
+def test_64_processes_10_times_cause_one_download_per_file_and_no_failure():
+    assert_exactly_once(storm(64, 10), 10)
+
+
+def test_256_processes_cause_one_download_per_file():
+    assert_exactly_once(storm(256, 1), 1)
+
+
+@pytest.fixture(scope="module")
+def flock_shim(tmp_path_factory):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler to build the flock shim with")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    library = folder / "shim.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, folder / "shim.c"], check=True)
+    return library
+
+
+FLOCK_FILE_TWICE = """
+import fcntl, os, sys
+outcomes = []
+for descriptor in [os.open(sys.argv[1], os.O_CREAT | os.O_RDWR) for _ in range(2)]:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        outcomes.append(0)
+    except OSError as error:
+        outcomes.append(error.errno)
+print(outcomes)
+"""
+
+
+@pytest.mark.parametrize("mode", [0, errno.ENOSYS, errno.ENOLCK], ids=["silent no-op", "ENOSYS", "ENOLCK"])
+def test_it_holds_where_flock_does_not_work(flock_shim, mode, tmp_path):
+    broken = {"LD_PRELOAD": str(flock_shim), "FLOCK_SHIM": str(mode)}
+    command = [sys.executable, "-c", FLOCK_FILE_TWICE, str(tmp_path / "lock")]
+    seen = subprocess.run(command, env={**os.environ, **broken}, capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == f"[{mode}, {mode}]", "the shim is not in the way"
+    assert_exactly_once(storm(64, 10, **broken), 10)
+
+
+def test_the_naive_way_shows_the_race():
+    report = storm(64, 2, "naive")
+    assert all(one["gets"]["gpt2-vocab.json"] > 1 for one in report["per_iteration"])
+    assert report["failed_ranks"] > 0
+    assert report["gets"]["gpt2-vocab.json"] == sum(
+        download["url"].endswith("vocab.json") for one in report["per_iteration"] for download in one["downloads"]
+    )
