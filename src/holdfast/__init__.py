@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 _HOMES: dict[str, str] = {
+    "convert": "holdfast.conversion.converting",
     "fetch": "holdfast.assets.fetching",
     "IndexedDataset": "holdfast.data.indexed",
     "preprocess": "holdfast.data.preprocess",

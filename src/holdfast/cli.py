@@ -16,6 +16,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "fetch-storm": ("holdfast.assets.command:fetch_storm", "make many ranks fetch at once, and count the downloads"),
     "tokenizer train": ("holdfast.data.command:train_tokenizer", "learn a tokenizer from your own text"),
     "preprocess": ("holdfast.data.command:preprocess", "text to a Megatron dataset (.bin/.idx)"),
+    "convert": ("holdfast.conversion.command:convert", "Megatron ↔ Hugging Face ↔ Holdfast, exact, any layout"),
 }
 
 

@@ -1,0 +1,284 @@
+"""Holdfast's own checkpoints as source and target: no renaming, the canonical names are theirs.
+
+The invariant: what is written here, `holdfast train --load` and `holdfast.checkpoint` read; every byte has its checksum.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.checkpoint.layout import Piece as ShardPiece
+from holdfast.checkpoint.layout import lay_out
+from holdfast.checkpoint.manifest import (
+    FILE_NAME,
+    Manifest,
+    checksum_chunks,
+    describe_shard,
+    shard_name,
+    write_manifest,
+)
+from holdfast.checkpoint.plan import plan_hash
+from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
+from holdfast.config import Config, DataConfig, ModelConfig, config_from_tables, config_to_toml, read_config
+from holdfast.conversion.megatron_write import pad_rows
+from holdfast.conversion.model import (
+    VOCABULARY_TENSORS,
+    WORD_EMBEDDINGS,
+    Architecture,
+    Model,
+    Optimizer,
+    check_complete,
+    padded_size,
+)
+from holdfast.conversion.stream import Plan, PlannedFile
+from holdfast.conversion.tensors import Piece, Tensor, bits_type, tensor_of_values
+from holdfast.conversion.zips import map_file
+from holdfast.errors import HoldfastError
+
+
+def is_holdfast(path: Path) -> bool:
+    if (path / FILE_NAME).is_file():
+        return True
+    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return any(entry.name.startswith("step-") for entry in checkpoints.iterdir() if entry.is_dir())
+
+
+@dataclass(frozen=True)
+class _Open:
+    """Keeps the checkpoint's mappings alive as long as the model."""
+
+    checkpoint: Checkpoint
+
+    def forget(self) -> None:
+        """The reader's mappings are private copies; the kernel drops their clean pages by itself."""
+
+
+def read_holdfast(path: Path) -> Model:
+    checkpoint = open_checkpoint(path)
+    config = _config_of(path, checkpoint)
+    tensors = {
+        name.removeprefix("model."): _tensor(checkpoint, name)
+        for name in checkpoint.tensors
+        if name.startswith("model.")
+    }
+    if WORD_EMBEDDINGS not in tensors:
+        raise HoldfastError(f"{checkpoint.path} has no model.{WORD_EMBEDDINGS}: not a checkpoint of a language model")
+    true_size = checkpoint.shared.get("true_vocab_size") or checkpoint.manifest.padded_rows.get(WORD_EMBEDDINGS)
+    if true_size is None:
+        true_size = config.model.vocab_size
+    arch = architecture_of(config.model, tensors, int(true_size) if true_size else None)
+    check_complete(arch, tensors, str(checkpoint.path))
+    moments = sum(name.startswith("optimizer.") for name in checkpoint.tensors)
+    return Model(
+        architecture=arch,
+        tensors=tensors,
+        origin=f"Holdfast checkpoint of step {checkpoint.step}, written by {checkpoint.manifest.world} ranks",
+        iteration=checkpoint.step,
+        optimizer=_optimizer(checkpoint, tensors),
+        facts={
+            "kind": "holdfast",
+            "step": checkpoint.step,
+            "world": checkpoint.manifest.world,
+            "optimizer": moments > 0,
+        },
+        regions=[_Open(checkpoint)],
+        tokenizer=_tokenizer(config.data),
+    )
+
+
+def _config_of(path: Path, checkpoint: Checkpoint) -> Config:
+    """The configuration that the trainer put into the checkpoint; for others the run's config.toml."""
+    tables = checkpoint.shared.get("config")
+    if isinstance(tables, Mapping):
+        known = {
+            section: {key: value for key, value in table.items() if value is not None}
+            for section, table in tables.items()
+            if isinstance(table, Mapping)
+        }
+        return config_from_tables(known, source=str(checkpoint.path))
+    for folder in (path, checkpoint.path.parent, checkpoint.path.parent.parent):
+        if (folder / "config.toml").is_file():
+            return read_config(folder / "config.toml")
+    raise HoldfastError(
+        f"{checkpoint.path} does not say its model's configuration, and there is no config.toml beside it"
+    )
+
+
+def _tokenizer(data: DataConfig) -> dict[str, str]:
+    keys = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+    return {key: getattr(data, key) for key in keys if getattr(data, key)}
+
+
+def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    dtype, shape = checkpoint.tensors[name]
+    if len(shape) > 2:
+        raise HoldfastError(f"{checkpoint.path}: {name} has {len(shape)} dimensions, where at most 2 are expected")
+    pieces = []
+    for slices, part in checkpoint.parts(name, (0,) * len(shape), shape):
+        row = slices[0].start if slices else 0
+        column = slices[1].start if len(slices) == 2 else 0
+        bits = part.view(bits_type(dtype))
+        pieces.append(Piece(row, column, bits if bits.ndim == 2 else bits.reshape(-1, 1)))
+    return Tensor(tuple(shape), dtype, tuple(pieces), dtype)
+
+
+def _optimizer(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Optimizer | None:
+    found: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
+    for key, moments in found.items():
+        for name in tensors:
+            if f"optimizer.{name}.{key}" in checkpoint.tensors:
+                moments[name] = _tensor(checkpoint, f"optimizer.{name}.{key}")
+    if found["exp_avg"].keys() != tensors.keys() or found["exp_avg_sq"].keys() != tensors.keys():
+        return None
+    return Optimizer(found["exp_avg"], found["exp_avg_sq"], checkpoint.step)
+
+
+def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_size: int | None) -> Architecture:
+    """The architecture of Holdfast's own models; sizes that the configuration leaves open come from the tensors."""
+    heads, bert = config.num_attention_heads, config.model_type == "bert"
+    stack = "encoder" if bert else "decoder"
+    first = tensors.get(f"{stack}.layers.0.mlp.linear_fc1{'_gate' if config.swiglu else ''}.weight")
+    positions = tensors.get("embedding.position_embeddings.weight")
+    activation = "gelu_tanh" if config.openai_gelu else "gelu"
+    return Architecture(
+        family="bert" if bert else "gpt",
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=config.num_query_groups or heads,
+        kv_channels=config.kv_channels or config.hidden_size // heads,
+        ffn_hidden_size=first.shape[0] if first is not None else config.ffn_hidden_size or 4 * config.hidden_size,
+        max_position_embeddings=positions.shape[0] if positions is not None else config.max_position_embeddings or 2048,
+        padded_vocab_size=tensors[WORD_EMBEDDINGS].shape[0],
+        true_vocab_size=true_size,
+        vocab_multiple=config.make_vocab_size_divisible_by,
+        norm_epsilon=config.norm_epsilon,
+        activation="swiglu" if config.swiglu else activation,  # type: ignore[arg-type]
+        head_activation=activation,  # type: ignore[arg-type]
+        normalization=config.normalization,
+        positions=config.position_embedding_type,
+        rotary_base=config.rotary_base,
+        tied=not config.untie_embeddings_and_output_weights,
+        bias=not config.disable_bias_linear,
+        qkv_bias=not config.disable_bias_linear,
+        post_norm=bert and config.bert_variant == "original",
+        binary_head=not config.bert_no_binary_head,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+    )
+
+
+def plan_holdfast(model: Model, dtype: str | None) -> Plan:
+    """A run folder with one checkpoint: what `holdfast train --load` continues from. Weights are fp32, as in training."""
+    arch = model.architecture
+    true_size = arch.vocabulary()
+    config = _config_for(arch, model)
+    padded = padded_size(true_size, arch.vocab_multiple)
+    tensors: dict[str, Tensor] = {}
+    masters = model.optimizer.masters if model.optimizer else {}
+    for name, tensor in model.tensors.items():
+        tensor = masters.get(name, tensor)
+        if name in VOCABULARY_TENSORS:
+            tensor = pad_rows(tensor, true_size, padded, model.padding.get(name))
+        tensors[f"model.{name}"] = tensor.cast(dtype or "F32")
+    if model.optimizer is not None:
+        tensors |= _moments(model.optimizer, true_size, padded)
+    step = model.iteration or 0
+    folder = f"checkpoints/step-{step:08d}"
+    pieces = [ShardPiece(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for name, t in tensors.items()]
+    layout = lay_out(pieces)
+    places = {piece.name: start for piece, start in zip(layout.pieces, layout.starts, strict=True)}
+    shard = shard_name(0, 1)
+
+    def finish(root: Path) -> None:
+        region = map_file(root / folder / shard)
+        manifest = Manifest(
+            step=step,
+            world=1,
+            plan_hash=plan_hash([pieces]),
+            tensors={piece.name: (piece.dtype, list(piece.shape)) for piece in pieces},
+            files=[describe_shard(layout, 0, 1, checksum_chunks(region.data, threads=2))],
+            shared={"iteration": step, "config": _tables(config), "true_vocab_size": true_size},
+            per_rank=[{}],
+            padded_rows={name: true_size for name in VOCABULARY_TENSORS if name in model.tensors},
+            source="conversion",
+        )
+        write_manifest(root / folder, manifest)
+
+    files = [
+        PlannedFile("config.toml", content=config_to_toml(config).encode()),
+        PlannedFile("checkpoints/latest", content=f"step-{step:08d}\n".encode()),
+        PlannedFile(
+            f"{folder}/{shard}",
+            {piece.name: tensors[piece.name] for piece in layout.pieces},
+            layout=(layout.header, places),
+        ),
+    ]
+    left = model.optimizer is None and model.facts.get("optimizer")
+    return Plan(
+        files,
+        ["optimizer state left behind: it is not in a form that can be carried over exactly"] if left else [],
+        finish,
+    )
+
+
+def _moments(optimizer: Optimizer, true_size: int, padded: int) -> dict[str, Tensor]:
+    found = {}
+    for key, moments in (("exp_avg", optimizer.exp_avg), ("exp_avg_sq", optimizer.exp_avg_sq)):
+        for name, tensor in moments.items():
+            whole = pad_rows(tensor, true_size, padded, None) if name in VOCABULARY_TENSORS else tensor
+            found[f"optimizer.{name}.{key}"] = whole.cast("F32")
+    for name in optimizer.exp_avg:
+        found[f"optimizer.{name}.step"] = tensor_of_values(np.array(float(optimizer.step), np.float32))
+    return found
+
+
+def _config_for(arch: Architecture, model: Model) -> Config:
+    if arch.qkv_bias != arch.bias:
+        raise HoldfastError("Holdfast has no model with a bias on queries, keys and values only")
+    if arch.family == "bert" and arch.activation != arch.head_activation:
+        raise HoldfastError(
+            "Holdfast's BERT has one GELU for trunk and head; this one has the tanh form and the exact form"
+        )
+    tokenizer = {
+        key: model.tokenizer[key] for key in ("vocab_file", "merge_file", "tokenizer_model") if key in model.tokenizer
+    }
+    config = Config()
+    return replace(
+        config,
+        data=replace(config.data, seq_length=arch.max_position_embeddings, **tokenizer),  # type: ignore[arg-type]
+        model=ModelConfig(
+            model_type=arch.family,
+            num_layers=arch.num_layers,
+            hidden_size=arch.hidden_size,
+            num_attention_heads=arch.num_attention_heads,
+            ffn_hidden_size=arch.ffn_hidden_size,
+            num_query_groups=arch.num_query_groups,
+            kv_channels=arch.kv_channels,
+            max_position_embeddings=arch.max_position_embeddings,
+            position_embedding_type=arch.positions,
+            rotary_base=arch.rotary_base,
+            normalization=arch.normalization,
+            norm_epsilon=arch.norm_epsilon,
+            openai_gelu=arch.activation == "gelu_tanh",
+            swiglu=arch.activation == "swiglu",
+            untie_embeddings_and_output_weights=not arch.tied,
+            disable_bias_linear=not arch.bias,
+            hidden_dropout=arch.hidden_dropout,
+            attention_dropout=arch.attention_dropout,
+            vocab_size=arch.true_vocab_size,
+            make_vocab_size_divisible_by=arch.vocab_multiple,
+            bert_variant="original" if arch.post_norm else "megatron",
+            bert_no_binary_head=not arch.binary_head,
+        ),
+    )
+
+
+def _tables(config: Config) -> dict[str, Any]:
+    return {
+        section: {key: list(value) if isinstance(value, tuple) else value for key, value in table.items()}
+        for section, table in asdict(config).items()
+    }

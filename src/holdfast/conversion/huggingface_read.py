@@ -1,0 +1,136 @@
+"""Reads Hugging Face folders: safetensors or pytorch_model.bin, sharded or not, without torch and without transformers."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from holdfast.conversion.archives import load_torch
+from holdfast.conversion.huggingface_config import architecture_from_config
+from holdfast.conversion.huggingface_names import from_huggingface
+from holdfast.conversion.megatron_read import flatten
+from holdfast.conversion.model import Architecture, Model, check_complete
+from holdfast.conversion.safetensors_files import read_safetensors
+from holdfast.conversion.tensors import Tensor
+from holdfast.conversion.zips import Region, map_file
+from holdfast.errors import HoldfastError
+
+PADDING_FILE = "megatron_padding.safetensors"
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_SHARD = re.compile(r"^[A-Za-z0-9._-]+\.(safetensors|bin)$")
+
+
+def is_huggingface(path: Path) -> bool:
+    return (path / "config.json").is_file() and any((path / name).is_file() for name in WEIGHT_FILES)
+
+
+def read_huggingface(path: Path) -> Model:
+    config = read_json(path / "config.json")
+    origin = str(path)
+    model_type, arch = architecture_from_config(config, origin)
+    stored, regions = read_weights(path)
+    tensors, _ = from_huggingface(model_type, arch, stored, origin)
+    notes: list[str] = []
+    if arch.family == "bert":
+        arch = replace(arch, binary_head="binary_head.weight" in tensors)
+        dropped = [name for name in tensors if name.startswith("pooler.") and not arch.binary_head]
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+        notes += ["pooler without a sentence head: left out"] if dropped else []
+    arch = _untied(arch, tensors)
+    check_complete(arch, tensors, origin)
+    padding: dict[str, Tensor] = {}
+    if (path / PADDING_FILE).is_file():
+        padding, metadata, region = read_safetensors(path / PADDING_FILE)
+        regions.append(region)
+        if str(metadata.get("make_vocab_size_divisible_by", "")).isdigit():
+            arch = replace(arch, vocab_multiple=max(1, int(metadata["make_vocab_size_divisible_by"])))
+    tokenizer = {
+        key: str(path / name)
+        for key, name in (
+            ("vocab_file", "vocab.json"),
+            ("merge_file", "merges.txt"),
+            ("tokenizer_model", "tokenizer.json"),
+        )
+        if (path / name).is_file()
+    }
+    if arch.family == "bert" and (path / "vocab.txt").is_file():
+        tokenizer = {"vocab_file": str(path / "vocab.txt")}
+    return Model(
+        architecture=arch,
+        tensors=tensors,
+        origin=f"Hugging Face folder, {config.get('model_type')}",
+        notes=notes,
+        facts={"kind": "huggingface", "model_type": model_type, "files": len(regions), "config": config},
+        regions=list(regions),
+        tokenizer=tokenizer,
+        padding=padding,
+    )
+
+
+def _untied(arch: Architecture, tensors: dict[str, Tensor]) -> Architecture:
+    if not arch.tied and "output_layer.weight" not in tensors:
+        raise HoldfastError(
+            "the configuration says tie_word_embeddings = false, but there is no output matrix (lm_head.weight)"
+        )
+    return arch
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], list[Region]]:
+    """All tensors of the folder, by their own names."""
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{single}.index.json"
+        if (path / single).is_file():
+            return _read_shards([path / single])
+        if index.is_file():
+            names = read_json(index).get("weight_map", {})
+            shards = sorted({str(shard) for shard in names.values()}) if isinstance(names, dict) else []
+            if not shards or not all(_SHARD.match(shard) for shard in shards):
+                raise HoldfastError(f"{index} names no shards, or shards outside its folder")
+            for shard in shards:
+                if not (path / shard).is_file():
+                    raise HoldfastError(f"{path / shard} is missing")
+            tensors, regions = _read_shards([path / shard for shard in shards])
+            if tensors.keys() != names.keys():
+                odd = sorted(tensors.keys() ^ names.keys())[0]
+                raise HoldfastError(f"{index} and its shards do not agree about {odd}")
+            return tensors, regions
+    raise HoldfastError(f"{path} has no {' or '.join(WEIGHT_FILES)}")
+
+
+def _read_shards(files: list[Path]) -> tuple[dict[str, Tensor], list[Region]]:
+    tensors: dict[str, Tensor] = {}
+    regions = []
+    for file in files:
+        if file.suffix == ".safetensors":
+            found, _, region = read_safetensors(file)
+        else:
+            loaded = load_torch(map_file(file))
+            found = {
+                name: stored.tensor() for name, stored in flatten(loaded.tree, str(file)) if len(stored.shape) <= 2
+            }
+            region = loaded.region
+        twice = tensors.keys() & found.keys()
+        if twice:
+            raise HoldfastError(f"{file}: {sorted(twice)[0]} is in another shard too")
+        tensors |= found
+        regions.append(region)
+    return tensors, regions
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise HoldfastError(f"{path} is missing") from None
+    except orjson.JSONDecodeError as error:
+        raise HoldfastError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise HoldfastError(f"{path} is not a JSON object")
+    return value

@@ -1,0 +1,98 @@
+"""Plans a Hugging Face folder: configuration, weights in shards, tokenizer files; everything that from_pretrained looks for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.conversion.huggingface_config import describe_for_huggingface
+from holdfast.conversion.huggingface_names import to_huggingface
+from holdfast.conversion.huggingface_read import PADDING_FILE
+from holdfast.conversion.model import VOCABULARY_TENSORS, Model
+from holdfast.conversion.stream import Plan, PlannedFile
+from holdfast.conversion.tensors import Tensor
+from holdfast.conversion.tokenizer_files import TokenizerFiles, to_json
+from holdfast.conversion.torch_files import Ordered
+from holdfast.errors import UsageError
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def plan_huggingface(
+    model: Model,
+    tokenizer: TokenizerFiles | None,
+    dtype: str | None,
+    max_shard_size: str,
+    as_bin: bool,
+    keep_padding: bool,
+) -> Plan:
+    """What to write, complete, before anything is."""
+    arch, size = model.architecture, model.architecture.vocabulary()
+    trimmed, padding = {}, {}
+    for name, tensor in model.tensors.items():
+        if name in VOCABULARY_TENSORS:
+            if tensor.shape[0] > size:
+                padding[name] = tensor.rows(size, tensor.shape[0])
+            tensor = tensor.rows(0, size)
+        trimmed[name] = tensor if dtype is None else tensor.cast(dtype)
+    written = next(iter(trimmed.values())).dtype
+    end_of_text = tokenizer.end_of_text if tokenizer else 50256 if size == 50257 else None
+    model_type, config, notes = describe_for_huggingface(arch, written, end_of_text)
+    weights = to_huggingface(model_type, arch, trimmed)
+    generation: dict[str, Any] = {"_from_model_config": True}
+    if end_of_text is not None:
+        generation |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+    files = [PlannedFile("config.json", content=to_json(config))]
+    if arch.family == "gpt":
+        files.append(PlannedFile("generation_config.json", content=to_json(generation)))
+    for name, content in (tokenizer.files if tokenizer else {}).items():
+        files.append(PlannedFile(name, content=content))
+    files += _weight_files(weights, shard_bytes(max_shard_size), as_bin)
+    if keep_padding and padding:
+        files.append(
+            PlannedFile(PADDING_FILE, padding, metadata={"make_vocab_size_divisible_by": str(arch.vocab_multiple)})
+        )
+    if tokenizer is None:
+        notes.append("no tokenizer files written: give --vocab-file and --merge-file to have them")
+    if padding and not keep_padding:
+        rows = arch.padded_vocab_size - size
+        notes.append(f"{rows} rows of vocabulary padding left out (--keep-padding keeps them in a side file)")
+    if model.optimizer is not None or model.facts.get("optimizer"):
+        notes.append("optimizer state left behind: a Hugging Face folder has no place for it")
+    return Plan(files, notes)
+
+
+def shard_bytes(text: str) -> int:
+    """'5GB' and the like."""
+    number = text.rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip().upper() or "B"
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise UsageError(f"--max-shard-size {text}: give a size such as 500MB or 5GB") from None
+    if size <= 0:
+        raise UsageError(f"--max-shard-size {text}: give a size such as 500MB or 5GB")
+    return size
+
+
+def _weight_files(weights: Mapping[str, Tensor], limit: int, as_bin: bool) -> list[PlannedFile]:
+    stem, suffix = ("pytorch_model", "bin") if as_bin else ("model", "safetensors")
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in weights.items():
+        if shards[-1] and filled + tensor.nbytes > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        return [_weight_file(f"{stem}.{suffix}", shards[0], as_bin)]
+    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" for number in range(1, len(shards) + 1)]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in weights.values())},
+        "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
+    }
+    files = [_weight_file(name, shard, as_bin) for name, shard in zip(names, shards, strict=True)]
+    return [*files, PlannedFile(f"{stem}.{suffix}.index.json", content=to_json(index))]
+
+
+def _weight_file(name: str, shard: dict[str, Tensor], as_bin: bool) -> PlannedFile:
+    return PlannedFile(name, shard, tree=Ordered(shard) if as_bin else None)

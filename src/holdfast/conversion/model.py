@@ -1,0 +1,191 @@
+"""The canonical model between all formats: an architecture, and whole tensors under Holdfast's own parameter names.
+
+The invariant: a Model that passed `check_complete` has exactly the tensors that its architecture demands, with exactly those
+shapes; nothing unknown, nothing missing. Query, key and value rows are [query groups, heads per group + 2, head width], gate and
+up projections are apart, vocabulary tables have `padded_vocab_size` rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from holdfast.conversion.tensors import Tensor
+from holdfast.errors import HoldfastError
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+VOCABULARY_TENSORS = (WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything that decides the function, besides the weights."""
+
+    family: Literal["gpt", "bert"]
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    max_position_embeddings: int
+    padded_vocab_size: int
+    true_vocab_size: int | None = None
+    vocab_multiple: int = 128
+    """Megatron pads the vocabulary to a multiple of this × tensor parallel size."""
+    norm_epsilon: float = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    head_activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    """GELU of BERT's language model head, which Megatron keeps exact when the trunk uses the tanh form."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    positions: Literal["learned_absolute", "rope"] = "learned_absolute"
+    rotary_base: float = 10000.0
+    tied: bool = True
+    bias: bool = True
+    """Biases of all linear layers."""
+    qkv_bias: bool = True
+    post_norm: bool = False
+    """BERT: norms after each block (the original) instead of before (Megatron)."""
+    binary_head: bool = True
+    """BERT: pooler and next-sentence head."""
+    token_types: int = 2
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    @property
+    def stack(self) -> str:
+        return "decoder" if self.family == "gpt" else "encoder"
+
+    def vocabulary(self) -> int:
+        if self.true_vocab_size is None:
+            raise HoldfastError(
+                f"the true vocabulary size is unknown (the table has {self.padded_vocab_size} rows, padding included): "
+                "give --true-vocab-size, or the tokenizer with --vocab-file"
+            )
+        return self.true_vocab_size
+
+
+class Mapped(Protocol):
+    def forget(self) -> None: ...
+
+
+@dataclass
+class Optimizer:
+    """Adam's two moments per parameter, whole like it, the steps taken, and the fp32 weights where they are kept apart."""
+
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    step: int
+    masters: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Model:
+    architecture: Architecture
+    tensors: dict[str, Tensor]
+    origin: str
+    """What it was read from, for people: 'Megatron, version 3.0, TP 2 × PP 1'."""
+    iteration: int | None = None
+    optimizer: Optimizer | None = None
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For `inspect`."""
+    regions: list[Mapped] = field(default_factory=list)
+    tokenizer: dict[str, str] = field(default_factory=dict)
+    """tokenizer_type, vocab_file, merge_file, tokenizer_model as far as the source names them."""
+    padding: dict[str, Tensor] = field(default_factory=dict)
+    """Rows that Megatron's padding had, from the side file of an earlier conversion."""
+
+
+def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Canonical name → shape of every tensor of the architecture."""
+    hidden, layer_norm = arch.hidden_size, arch.normalization == "LayerNorm"
+    shapes: dict[str, tuple[int, ...]] = {WORD_EMBEDDINGS: (arch.padded_vocab_size, hidden)}
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    def norm(name: str) -> None:
+        shapes[f"{name}.weight"] = (hidden,)
+        if layer_norm:
+            shapes[f"{name}.bias"] = (hidden,)
+
+    if arch.positions == "learned_absolute":
+        shapes["embedding.position_embeddings.weight"] = (arch.max_position_embeddings, hidden)
+    if arch.family == "bert":
+        shapes["embedding.tokentype_embeddings.weight"] = (arch.token_types, hidden)
+    if arch.post_norm:
+        norm("embedding.layernorm")
+    for index in range(arch.num_layers):
+        layer = f"{arch.stack}.layers.{index}"
+        if not arch.post_norm:
+            norm(f"{layer}.input_layernorm")
+        qkv_rows = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.kv_channels
+        linear(f"{layer}.self_attention.linear_qkv", qkv_rows, hidden, arch.qkv_bias)
+        linear(f"{layer}.self_attention.linear_proj", hidden, arch.num_attention_heads * arch.kv_channels, arch.bias)
+        norm(f"{layer}.{'post_attention_layernorm' if arch.post_norm else 'pre_mlp_layernorm'}")
+        if arch.activation == "swiglu":
+            linear(f"{layer}.mlp.linear_fc1_gate", arch.ffn_hidden_size, hidden, arch.bias)
+            linear(f"{layer}.mlp.linear_fc1_up", arch.ffn_hidden_size, hidden, arch.bias)
+        else:
+            linear(f"{layer}.mlp.linear_fc1", arch.ffn_hidden_size, hidden, arch.bias)
+        linear(f"{layer}.mlp.linear_fc2", hidden, arch.ffn_hidden_size, arch.bias)
+        if arch.post_norm:
+            norm(f"{layer}.post_mlp_layernorm")
+    if not arch.post_norm:
+        norm(f"{arch.stack}.final_layernorm")
+    if arch.family == "bert":
+        linear("lm_head.dense", hidden, hidden, True)
+        norm("lm_head.layer_norm")
+        shapes["output_layer.bias"] = (arch.padded_vocab_size,)
+        if arch.binary_head:
+            linear("pooler.dense", hidden, hidden, True)
+            linear("binary_head", 2, hidden, True)
+    if not arch.tied:
+        shapes[OUTPUT_LAYER] = (arch.padded_vocab_size, hidden)
+    return shapes
+
+
+def check_complete(arch: Architecture, tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Refuses a model whose tensors are not exactly those of its architecture."""
+    expected = expected_shapes(arch)
+    unknown = [name for name in tensors if name not in expected]
+    missing = [name for name in expected if name not in tensors]
+    if unknown:
+        raise HoldfastError(f"{origin}: no place for {_list(unknown)} in this architecture")
+    if missing:
+        raise HoldfastError(f"{origin}: {_list(missing)} is missing")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise HoldfastError(
+                f"{origin}: {name} has the shape {list(tensors[name].shape)}, but the configuration demands {list(shape)}"
+            )
+
+
+def _list(names: list[str]) -> str:
+    rest = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
+
+
+def with_vocabulary(model: Model, true_size: int | None, said_by: str) -> Model:
+    """The model with its true vocabulary size set, refused if it contradicts what is known."""
+    arch = model.architecture
+    if true_size is None:
+        return model
+    if true_size > arch.padded_vocab_size:
+        raise HoldfastError(
+            f"{said_by} says {true_size} tokens, but the embedding has only {arch.padded_vocab_size} rows: "
+            "this tokenizer does not belong to this model"
+        )
+    if arch.true_vocab_size not in (None, true_size):
+        raise HoldfastError(
+            f"{said_by} says {true_size} tokens, but the model was made for {arch.true_vocab_size}: "
+            "this tokenizer does not belong to this model"
+        )
+    return replace(model, architecture=replace(arch, true_vocab_size=true_size))
+
+
+def padded_size(true_size: int, multiple: int) -> int:
+    return -(-true_size // multiple) * multiple

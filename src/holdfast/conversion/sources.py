@@ -1,0 +1,52 @@
+"""Recognises what a path is, and reads it as a Model."""
+
+from pathlib import Path
+
+from holdfast.conversion.archives import is_torch_file
+from holdfast.conversion.huggingface_read import is_huggingface, read_huggingface
+from holdfast.conversion.megatron_read import read_megatron
+from holdfast.conversion.model import Model
+from holdfast.conversion.torch_dist import is_torch_dist, read_torch_dist
+from holdfast.conversion.zips import is_zip, map_file
+from holdfast.errors import HoldfastError
+
+
+def kind_of(path: Path) -> str | None:
+    """megatron, torch_dist, huggingface or holdfast; None if it is nothing that holds a model."""
+    if path.is_file():
+        if path.stat().st_size == 0:
+            return None
+        region = map_file(path)
+        return "megatron" if is_zip(region) or is_torch_file(region) else None
+    if not path.is_dir():
+        return None
+    if is_huggingface(path):
+        return "huggingface"
+    if is_torch_dist(path):
+        return "torch_dist"
+    if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*/model*rng.pt")):
+        return "megatron"
+    from holdfast.conversion.holdfast_checkpoint import is_holdfast
+
+    return "holdfast" if is_holdfast(path) else None
+
+
+def read_model(path: Path, heads: int | None = None, version: float | None = None) -> Model:
+    """The model at a path, whatever form it has. `heads` and `version` are for Megatron files that do not say them."""
+    if not path.exists():
+        raise HoldfastError(f"{path}: no such file or folder")
+    kind = kind_of(path)
+    if kind == "huggingface":
+        return read_huggingface(path)
+    if kind == "torch_dist":
+        return read_torch_dist(path, heads)
+    if kind == "megatron":
+        return read_megatron(path, heads, version)
+    if kind == "holdfast":
+        from holdfast.conversion.holdfast_checkpoint import read_holdfast
+
+        return read_holdfast(path)
+    raise HoldfastError(
+        f"{path} is no checkpoint that Holdfast knows: neither a Megatron file, zip or folder, nor a Hugging Face folder, "
+        "nor a run of Holdfast"
+    )

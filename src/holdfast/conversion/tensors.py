@@ -1,0 +1,208 @@
+"""Tensors that lie in files: cut, joined, reordered and transposed as pieces, and read only when they are written out.
+
+The invariant: a tensor never holds its elements. It is a set of pieces, each a strided view of the bits in a mapped file with
+its place in the whole, so every operation here is exact, costs nothing, and memory does not grow with the model. Inside,
+everything is a matrix: a vector of n elements is [n, 1], a scalar [1, 1].
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.errors import HoldfastError
+
+Bits = NDArray[Any]
+
+# safetensors' names of element types → width in bytes. bf16 and fp8 have no numpy type; their bits travel as unsigned integers.
+WIDTHS = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+BLOCK_BYTES = 8 << 20
+TRANSPOSE_COLUMNS = 64
+
+
+def bits_type(dtype: str) -> np.dtype[Any]:
+    return np.dtype(f"<u{WIDTHS[dtype]}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a matrix: where its upper left corner is, and its bits."""
+
+    row: int
+    column: int
+    bits: Bits
+
+
+@dataclass(frozen=True)
+class Tensor:
+    shape: tuple[int, ...]
+    stored: str
+    """Element type in the source files."""
+    pieces: tuple[Piece, ...]
+    dtype: str
+    """Element type as it will be written."""
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        rows = self.shape[0] if self.shape else 1
+        return rows, self.shape[1] if len(self.shape) == 2 else 1
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * WIDTHS[self.dtype]
+
+    def rows(self, start: int, stop: int, step: int = 1) -> "Tensor":
+        """Rows start, start + step, ... below stop."""
+        count = len(range(start, stop, step))
+        pieces = []
+        for piece in self.pieces:
+            height = piece.bits.shape[0]
+            first = max(0, -((start - piece.row) // step)) if piece.row > start else 0
+            index = start + first * step - piece.row
+            part = piece.bits[index : max(index, min(height, stop - piece.row)) : step]
+            if part.size:
+                pieces.append(Piece(first, piece.column, part))
+        return replace(self, shape=(count, *self.shape[1:]), pieces=tuple(pieces))
+
+    def columns(self, start: int, stop: int) -> "Tensor":
+        return self.transposed().rows(start, stop).transposed()
+
+    def transposed(self) -> "Tensor":
+        assert len(self.shape) == 2
+        pieces = tuple(Piece(piece.column, piece.row, piece.bits.T) for piece in self.pieces)
+        return replace(self, shape=self.shape[::-1], pieces=pieces)
+
+    def reordered(self, split: tuple[int, int, int], order: tuple[int, int, int]) -> "Tensor":
+        """Rows seen as an array of shape `split` in front, its axes brought into `order`, and flattened again."""
+        assert int(np.prod(split)) == self.shape[0]
+        if order == (0, 1, 2):
+            return self
+        strides = (split[1] * split[2], split[2], 1)
+        outer, middle, inner = order
+        parts = []
+        for i in range(split[outer]):
+            for j in range(split[middle]):
+                start = i * strides[outer] + j * strides[middle]
+                length = (split[inner] - 1) * strides[inner] + 1
+                parts.append(self.rows(start, start + length, strides[inner]))
+        return stacked(parts)
+
+    def cast(self, dtype: str) -> "Tensor":
+        return replace(self, dtype=dtype)
+
+    def read(self, start: int, stop: int) -> Bits:
+        """Bits of rows start..stop, in the type they are written in; a view of the file where that is possible."""
+        width = self.matrix[1]
+        for piece in self.pieces:
+            below = piece.row + piece.bits.shape[0]
+            if piece.row <= start and stop <= below and piece.bits.shape[1] == width and self.stored == self.dtype:
+                part = piece.bits[start - piece.row : stop - piece.row]
+                if part.flags.c_contiguous:
+                    return part
+        out = np.empty((stop - start, width), bits_type(self.stored))
+        for piece in self.pieces:
+            first, last = max(start, piece.row), min(stop, piece.row + piece.bits.shape[0])
+            if first < last:
+                target = out[first - start : last - start, piece.column : piece.column + piece.bits.shape[1]]
+                _copy(target, piece.bits[first - piece.row : last - piece.row])
+        return convert_bits(out, self.stored, self.dtype)
+
+    def blocks(self) -> Iterator[Bits]:
+        """The whole tensor, a few megabytes of rows at a time."""
+        rows, columns = self.matrix
+        at_once = max(1, BLOCK_BYTES // max(1, columns * WIDTHS[self.stored]))
+        for start in range(0, rows, at_once):
+            yield self.read(start, min(rows, start + at_once))
+
+    def floats(self) -> NDArray[np.float64]:
+        """All values, in double precision; for models that fit."""
+        whole = self.read(0, self.matrix[0])
+        return convert_bits(whole, self.dtype, "F64").view(np.float64).reshape(self.shape)
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for block in self.blocks():
+            digest.update(np.ascontiguousarray(block).data)
+        return digest.hexdigest()
+
+
+def tensor_of(bits: Bits, dtype: str) -> Tensor:
+    """A tensor over bits that lie somewhere: a mapped file, or a small array of our own."""
+    if bits.ndim > 2:
+        raise HoldfastError(f"a tensor of shape {list(bits.shape)} where a vector or a matrix is expected")
+    flat = bits.reshape(1, 1) if bits.ndim == 0 else bits.reshape(-1, 1) if bits.ndim == 1 else bits
+    return Tensor(tuple(bits.shape), dtype, (Piece(0, 0, flat),), dtype)
+
+
+def tensor_of_values(values: NDArray[Any]) -> Tensor:
+    """A tensor of our own making, from float32, float16 or float64 values."""
+    dtype = {2: "F16", 4: "F32", 8: "F64"}[values.dtype.itemsize]
+    return tensor_of(values.view(bits_type(dtype)), dtype)
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Parts below each other."""
+    if len(parts) == 1:
+        return parts[0]
+    row, pieces = 0, []
+    for part in parts:
+        if part.stored != parts[0].stored or part.shape[1:] != parts[0].shape[1:]:
+            raise HoldfastError(
+                f"parts of one tensor do not fit together: {parts[0].stored} {list(parts[0].shape)} and "
+                f"{part.stored} {list(part.shape)}"
+            )
+        pieces += [replace(piece, row=piece.row + row) for piece in part.pieces]
+        row += part.shape[0]
+    return replace(parts[0], shape=(row, *parts[0].shape[1:]), pieces=tuple(pieces))
+
+
+def beside(parts: Sequence[Tensor]) -> Tensor:
+    """Parts next to each other."""
+    return parts[0] if len(parts) == 1 else stacked([part.transposed() for part in parts]).transposed()
+
+
+def equal(left: Tensor, right: Tensor) -> bool:
+    """Bit for bit."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return all(np.array_equal(a, b) for a, b in zip(left.blocks(), right.blocks(), strict=True))
+
+
+def convert_bits(bits: Bits, source: str, target: str) -> Bits:
+    """Bits of one float type as bits of another, rounded to nearest even."""
+    if source == target:
+        return bits
+    if source == "BF16":
+        values = (bits.astype(np.uint32) << 16).view(np.float32)
+    elif source in ("F64", "F32", "F16"):
+        values = np.ascontiguousarray(bits).view(f"<f{WIDTHS[source]}")
+    else:
+        raise HoldfastError(f"cannot write {source} elements as {target}")
+    if target == "BF16":
+        return _bfloat16_bits(values.astype(np.float32))
+    if target not in ("F64", "F32", "F16"):
+        raise HoldfastError(f"cannot write {source} elements as {target}")
+    with np.errstate(over="ignore"):  # a value beyond fp16 becomes infinite, as everywhere
+        return values.astype(f"<f{WIDTHS[target]}").view(bits_type(target))
+
+
+def _bfloat16_bits(values: NDArray[np.float32]) -> Bits:
+    bits = values.view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), ((bits >> 16) | 0x40).astype(np.uint16), rounded)
+
+
+def _copy(target: Bits, source: Bits) -> None:
+    """Plain numpy copies a transposed matrix at a third of the speed: it walks one side with a stride of a whole row."""
+    columns = source.shape[1]
+    if columns > 1 and source.shape[0] > 1 and source.strides[0] < source.strides[1]:
+        for column in range(0, columns, TRANSPOSE_COLUMNS):
+            target[:, column : column + TRANSPOSE_COLUMNS] = source[:, column : column + TRANSPOSE_COLUMNS]
+    else:
+        target[...] = source
