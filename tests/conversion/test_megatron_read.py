@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from holdfast import convert
 from holdfast.errors import HoldfastError
-from tests.conversion.megatron_files import Spec, as_huggingface, make_truth, write_megatron
+
+from .megatron_files import Spec, as_huggingface, make_truth, write_megatron
 
 LAYOUTS = [(tp, pp, vpp) for tp, pp, vpp in product((1, 2, 4), (1, 2), (1, 2)) if vpp == 1 or pp > 1]
 NAMES = [("ancient", v) for v in (0, 1.0, 2.0, 3.0)] + [("legacy", v) for v in (0, 1.0, 2.0, 3.0)] + [("mcore", 3.0)]
@@ -65,7 +66,7 @@ def test_a_release_zip_without_args_is_read_in_place(tmp_path, compression, zip_
     assert_same(convert(archive, tmp_path / "hf", **options), spec, truth)
     with pytest.raises(HoldfastError, match="--num-attention-heads"):
         convert(archive, tmp_path / "other", true_vocab_size=spec.vocab)
-    with pytest.raises(HoldfastError, match="true vocabulary size is unknown.*104 rows"):
+    with pytest.raises(HoldfastError, match=r"true vocabulary size is unknown.*104 rows"):
         convert(archive, tmp_path / "other", num_attention_heads=spec.heads)
 
 
@@ -186,7 +187,7 @@ def test_unimportable_objects_do_not_hinder(tmp_path):
     module = types.ModuleType("megatron_of_2021.model.enums")
     module.AttnMaskType = Enum("AttnMaskType", "padding causal", module="megatron_of_2021.model.enums")
     names = ("megatron_of_2021", "megatron_of_2021.model", "megatron_of_2021.model.enums")
-    sys.modules.update({name: module for name in names})
+    sys.modules.update(dict.fromkeys(names, module))
     spec = Spec()
     truth = make_truth(spec, spec.padded(1))
     run = write_megatron(tmp_path / "run", spec, truth, 3.0, attn_mask_type=module.AttnMaskType.causal)

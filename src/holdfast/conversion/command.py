@@ -24,6 +24,7 @@ def convert(
     max_shard_size: str = "5GB",
     bin: bool = False,
     keep_padding: bool = False,
+    verify: bool = False,
     json: bool = False,
 ) -> None:
     """Converts a checkpoint between Megatron, Hugging Face and Holdfast, exactly and without running anything in it.
@@ -54,6 +55,7 @@ def convert(
         max_shard_size: To hf: largest weight file.
         bin: To hf: pytorch_model.bin instead of safetensors, for old readers.
         keep_padding: To hf: keep the rows of Megatron's vocabulary padding in a side file, for an exact way back.
+        verify: Read both sides again, compare checksums per tensor and fp64 logits.
         json: Print the result as JSON.
     """
     from holdfast.conversion.converting import Options, run_conversion
@@ -62,12 +64,14 @@ def convert(
     options = Options(
         tensor_model_parallel_size, pipeline_model_parallel_size, checkpoint_version, megatron_names,
         make_vocab_size_divisible_by, dtype, vocab_file, merge_file, tokenizer_model, true_vocab_size, num_attention_heads,
-        max_shard_size, bin, keep_padding,
+        max_shard_size, bin, keep_padding, verify,
     )  # fmt: skip
     report = run_conversion(source, destination, to, options)
     say(f"{source}: {report.source}")
     for note in report.notes:
         say(f"note: {note}")
+    if report.verification is not None:
+        say(f"verified: {report.verification['summary']}")
     if json:
         import orjson
 

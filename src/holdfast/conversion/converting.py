@@ -31,6 +31,7 @@ class Options:
     max_shard_size: str = "5GB"
     bin: bool = False
     keep_padding: bool = False
+    verify: bool = False
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Report:
     bytes: int
     tensors: int
     notes: list[str] = field(default_factory=list)
+    verification: dict[str, Any] | None = None
 
 
 def convert(source: Path | str, destination: Path | str, to: Target = "hf", **options: Any) -> Path:
@@ -65,9 +67,14 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
         model = replace(model, architecture=arch)
     plan = _plan(model, tokenizer, to, options)
     with publish_folder(destination) as folder:
-        write_plan(plan, folder, model.regions)
+        digests = write_plan(plan, folder, model.regions, hashed=options.verify)
+        verification = None
+        if options.verify:
+            from holdfast.conversion.verify import verify_conversion
+
+            verification = verify_conversion(model, folder, to, digests)
     count = sum(len(file.tensors) for file in plan.files)
-    return Report(destination, model.origin, plan.nbytes, count, [*model.notes, *plan.notes])
+    return Report(destination, model.origin, plan.nbytes, count, [*model.notes, *plan.notes], verification)
 
 
 def settle_vocabulary(model: Model, options: Options) -> tuple[Model, TokenizerFiles | None]:
