@@ -6,6 +6,7 @@ of it.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.collective import agree, gather, rank_and_world
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
+from holdfast.checkpoint.reader import Tensors, open_checkpoint
 from holdfast.checkpoint.state import DTYPES, Item, State
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
@@ -32,7 +32,7 @@ def load(path: Path | str, state: State, optimizer: bool = True, weights_only: b
     trouble, checkpoint = None, None
     try:
         checkpoint = open_checkpoint(path)
-        _fill_all(checkpoint, state, optimizer, weights_only)
+        fill(checkpoint, state, checkpoint.manifest.padded_rows, optimizer, any_dtype=weights_only)
         if not weights_only:
             checkpoint.verify(*rank_and_world())
     except Exception as error:
@@ -40,7 +40,7 @@ def load(path: Path | str, state: State, optimizer: bool = True, weights_only: b
     agree(trouble)
     assert checkpoint is not None
     manifest = checkpoint.manifest
-    _refuse_unused(manifest, state)
+    refuse_unused(manifest.tensors, state, f"the checkpoint of step {manifest.step}")
     if optimizer:
         state.apply_optimizer_settings(manifest.optimizer_settings)
     shared = {**manifest.shared, "step": manifest.step}
@@ -75,40 +75,43 @@ def load_newest(
     return None
 
 
-def _fill_all(checkpoint: Checkpoint, state: State, optimizer: bool, any_dtype: bool) -> None:
+def fill(
+    source: Tensors, state: State, padded_rows: Mapping[str, int], optimizer: bool = True, any_dtype: bool = False
+) -> None:
+    """Puts this rank's boxes of the source's tensors into the state; checks names, shapes and dtypes first. Not collective."""
     if optimizer:
-        state.create_optimizer_state(checkpoint.tensors)
-    for item in state.items(optimizer):
-        if math.prod(item.box.shape):
-            _check(checkpoint, item, _true_rows(checkpoint.manifest, state, item.name), any_dtype)
+        state.create_optimizer_state(source.tensors)
+    known = {**padded_rows, **state.padded_rows}
+    items = [item for item in state.items(optimizer) if math.prod(item.box.shape)]
+    for item in items:
+        _check(source, item, _true_rows(known, item.name), any_dtype)
     with torch.no_grad():
-        for item in state.items(optimizer):
-            if math.prod(item.box.shape):
-                _fill(checkpoint, item, _true_rows(checkpoint.manifest, state, item.name))
+        for item in items:
+            _fill(source, item, _true_rows(known, item.name))
 
 
-def _check(checkpoint: Checkpoint, item: Item, true_rows: int | None, any_dtype: bool) -> None:
-    if item.name not in checkpoint.manifest.tensors:
-        raise HoldfastError(f"{checkpoint.path} has no tensor {item.name}, which this model needs")
-    dtype, shape = checkpoint.tensors[item.name]
+def _check(source: Tensors, item: Item, true_rows: int | None, any_dtype: bool) -> None:
+    if item.name not in source.tensors:
+        raise HoldfastError(f"{source.origin} has no tensor {item.name}, which this model needs")
+    dtype, shape = source.tensors[item.name]
     wanted = item.box.global_shape
     if shape != wanted and not (true_rows is not None and shape[1:] == wanted[1:]):
         raise HoldfastError(
-            f"{item.name} has shape {list(shape)} in {checkpoint.path}, but {list(wanted)} in this model: "
+            f"{item.name} has shape {list(shape)} in {source.origin}, but {list(wanted)} in this model: "
             "the model's configuration differs from the one that was saved"
         )
     if dtype != item.box.dtype and not any_dtype:
-        raise HoldfastError(f"{item.name} is {dtype} in {checkpoint.path}, but {item.box.dtype} in this model")
+        raise HoldfastError(f"{item.name} is {dtype} in {source.origin}, but {item.box.dtype} in this model")
 
 
-def _fill(checkpoint: Checkpoint, item: Item, true_rows: int | None) -> None:
+def _fill(source: Tensors, item: Item, true_rows: int | None) -> None:
     offset, shape = item.box.offset, item.box.shape
-    dtype, saved = checkpoint.tensors[item.name]
+    dtype, saved = source.tensors[item.name]
     if saved != item.box.global_shape:
         assert true_rows is not None
         item.local.zero_()
         shape = (max(0, min(shape[0], true_rows - offset[0])), *shape[1:])
-    for slices, part in checkpoint.parts(item.name, offset, shape):
+    for slices, part in source.parts(item.name, offset, shape):
         item.local[slices].copy_(_tensor(part, dtype))
 
 
@@ -117,20 +120,16 @@ def _tensor(part: NDArray[Any], dtype: str) -> torch.Tensor:
     return tensor if tensor.dtype == DTYPES[dtype] else tensor.view(DTYPES[dtype])
 
 
-def _true_rows(manifest: Manifest, state: State, name: str) -> int | None:
+def _true_rows(known: Mapping[str, int], name: str) -> int | None:
     """The rows of a padded parameter (or of its optimizer tensors) that mean something; None if it is not padded."""
     kind, _, parameter = name.partition(".")
-    if kind == "optimizer":
-        parameter = parameter.rpartition(".")[0]
-    return state.padded_rows.get(parameter, manifest.padded_rows.get(parameter))
+    return known.get(parameter.rpartition(".")[0] if kind == "optimizer" else parameter)
 
 
-def _refuse_unused(manifest: Manifest, state: State) -> None:
+def refuse_unused(tensors: Iterable[str], state: State, what: str, group: Any = None) -> None:
     """A saved tensor that no rank has a place for means that this is another model."""
-    used = {name for names in gather([item.name for item in state.items(optimizer=False)]) for name in names}
-    unused = [name for name in manifest.tensors if name.startswith("model.") and name not in used]
+    used = {name for names in gather([item.name for item in state.items(optimizer=False)], group) for name in names}
+    unused = [name for name in tensors if name.startswith("model.") and name not in used]
     if unused:
         few = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-        raise HoldfastError(
-            f"the checkpoint of step {manifest.step} holds tensors that this model does not have: {few}"
-        )
+        raise HoldfastError(f"{what} holds tensors that this model does not have: {few}")

@@ -4,8 +4,7 @@ The invariant: a manifest is written when all it speaks of is on disk, and it co
 noticed as well.
 """
 
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,20 +108,16 @@ def _checksum(record: Mapping[str, Any]) -> str:
     return chunk_checksum(orjson.dumps(record, option=orjson.OPT_SORT_KEYS))
 
 
-def checksum_chunks(content: memoryview, threads: int = 1) -> list[str]:
-    """The checksums of a shard's chunks; xxhash lets go of the interpreter lock, so threads help."""
-    ranges = list(chunk_ranges(len(content)))
-    chunks = [""] * len(ranges)
-
-    def work(first: int) -> None:
-        for index in range(first, len(ranges), threads):
-            begin, end = ranges[index]
-            chunks[index] = chunk_checksum(content[begin:end])
-
-    workers = [threading.Thread(target=work, args=(first,)) for first in range(1, threads)]
-    for worker in workers:
-        worker.start()
-    work(0)
-    for worker in workers:
-        worker.join()
-    return chunks
+def merge_settings(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """One entry per distinct optimizer setting, with all parameters that it holds for on any rank."""
+    merged: list[dict[str, Any]] = []
+    for entries in everyone:
+        for entry in entries:
+            home = next((known for known in merged if known["settings"] == entry["settings"]), None)
+            if home is None:
+                home = {"parameters": [], "settings": entry["settings"], "numbers": {}}
+                merged.append(home)
+            known_names = set(home["parameters"])
+            home["parameters"] += [name for name in entry["parameters"] if name not in known_names]
+            home["numbers"].update(entry["numbers"])
+    return merged

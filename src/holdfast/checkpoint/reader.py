@@ -6,10 +6,10 @@ The invariant: no byte leaves this file before the checksum of its chunk was com
 import math
 import mmap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,20 +52,20 @@ Bytes = NDArray[np.uint8]
 
 
 class VerifiedFile:
-    """A shard, mapped; `view` gives bytes of it that have been compared with their checksum."""
+    """A shard, mapped at first use; `view` gives bytes of it that have been compared with their checksum."""
 
     def __init__(self, folder: Path, entry: ShardFile) -> None:
         self.path, self._entry = folder / entry.name, entry
         self._verified = bytearray(len(entry.chunks))
+        self._mapped: Bytes | None = None
+
+    def check_size(self) -> None:
         try:
-            with open(self.path, "rb") as file:
-                size = file.seek(0, 2)
-                if size != entry.bytes:
-                    raise HoldfastError(f"{self.path} is damaged: {size:,} bytes instead of {entry.bytes:,}")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            size = self.path.stat().st_size
         except FileNotFoundError:
             raise HoldfastError(f"{self.path} is missing") from None
-        self._content = np.frombuffer(self._map, dtype=np.uint8)
+        if size != self._entry.bytes:
+            raise HoldfastError(f"{self.path} is damaged: {size:,} bytes instead of {self._entry.bytes:,}")
 
     def view(self, begin: int, end: int) -> Bytes:
         for index in range(begin // CHUNK, -(-end // CHUNK)):
@@ -86,42 +86,33 @@ class VerifiedFile:
         for index in range(len(self._verified)):
             self.verify(index)
 
-
-class Checkpoint:
-    """A checkpoint folder, open for reading. Tensors come assembled from their pieces, by global name."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
-        self._files: dict[str, VerifiedFile] = {}
-        self._pieces: dict[str, list[tuple[Piece, int, ShardFile]]] = defaultdict(list)
-        for file in manifest.files:
-            for piece, start in pieces_of(manifest, file):
-                self._pieces[piece.name].append((piece, start, file))
-
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Lets go of the mapped files; they are unmapped when the last array that shows them is gone."""
-        self._files.clear()
-
     @property
-    def step(self) -> int:
-        return self.manifest.step
+    def _content(self) -> Bytes:
+        if self._mapped is None:
+            self.check_size()
+            with open(self.path, "rb") as file:
+                # a private, writable map: torch warns about read-only memory; nobody writes
+                self._mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=np.uint8)
+        return self._mapped
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        return self.manifest.shared
 
-    @property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name → dtype (as safetensors calls it) and global shape."""
-        return {name: (dtype, tuple(shape)) for name, (dtype, shape) in self.manifest.tensors.items()}
+class Content(Protocol):
+    """Bytes by position, verified before they are given out."""
+
+    def view(self, begin: int, end: int) -> Bytes: ...
+
+
+class Tensors:
+    """Whole tensors, assembled from the pieces that several contents (files, memory slots) hold of them."""
+
+    def __init__(self, origin: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+        self.origin = origin
+        self.tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
+        """name → dtype (as safetensors calls it) and global shape"""
+        self._pieces: dict[str, list[tuple[Piece, int, Content]]] = defaultdict(list)
+
+    def add(self, piece: Piece, start: int, content: Content) -> None:
+        self._pieces[piece.name].append((piece, start, content))
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[Any]:
         """A whole tensor, or the rows [first, last) of it. bfloat16 comes as uint16: numpy has no name for it."""
@@ -139,14 +130,14 @@ class Checkpoint:
         """The pieces that make up a box of a tensor: where in the box, and the (verified, mapped) content."""
         self._entry(name)
         missing = math.prod(shape)
-        for piece, start, file in self._pieces[name]:
+        for piece, start, holder in self._pieces[name]:
             begin, extent = overlap(offset, shape, piece.offset, piece.shape)
             if not math.prod(extent):
                 continue
             missing -= math.prod(extent)
             rows = (begin[0] - piece.offset[0], begin[0] - piece.offset[0] + extent[0]) if extent else (0, 1)
             row_bytes = math.prod(piece.shape[1:]) * ITEM_SIZES[piece.dtype]
-            content = self.file(file).view(start + rows[0] * row_bytes, start + rows[1] * row_bytes)
+            content = holder.view(start + rows[0] * row_bytes, start + rows[1] * row_bytes)
             part: NDArray[Any] = content.view(NUMPY_TYPES[piece.dtype]).reshape(extent[:1] + piece.shape[1:])
             inner = tuple(
                 slice(b - o, b - o + e) for b, o, e in zip(begin[1:], piece.offset[1:], extent[1:], strict=True)
@@ -156,26 +147,53 @@ class Checkpoint:
                 part[(slice(None), *inner)] if extent else part,
             )
         if missing > 0:
-            raise HoldfastError(f"{self.path} lacks {missing:,} elements of {name}")
-
-    def file(self, entry: ShardFile) -> VerifiedFile:
-        if entry.name not in self._files:
-            self._files[entry.name] = VerifiedFile(self.path, entry)
-        return self._files[entry.name]
-
-    def verify(self, share: int = 0, of: int = 1) -> None:
-        """Compares every byte of this share of the files with its checksum; all files must be there and have their size."""
-        for index, entry in enumerate(self.manifest.files):
-            file = self.file(entry)
-            if index % of == share:
-                file.verify_all()
+            raise HoldfastError(f"{self.origin} lacks {missing:,} elements of {name}")
 
     def _entry(self, name: str) -> tuple[str, tuple[int, ...]]:
         try:
-            dtype, shape = self.manifest.tensors[name]
+            return self.tensors[name]
         except KeyError:
-            raise HoldfastError(f"{self.path} has no tensor {name}") from None
-        return dtype, tuple(shape)
+            raise HoldfastError(f"{self.origin} has no tensor {name}") from None
+
+
+class Checkpoint(Tensors):
+    """A checkpoint folder, open for reading. Tensors come by global name."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__(str(path), manifest.tensors)
+        self.path, self.manifest = path, manifest
+        self._files = {entry.name: VerifiedFile(path, entry) for entry in manifest.files}
+        for entry in manifest.files:
+            for piece, start in pieces_of(manifest, entry):
+                self.add(piece, start, self._files[entry.name])
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the mapped files; they are unmapped when the last array that shows them is gone."""
+        self._files.clear()
+        self._pieces.clear()
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        return self.manifest.shared
+
+    def verify(self, share: int = 0, of: int = 1) -> None:
+        """Compares every byte of this share of the files with its checksum; all files must be there and have their size."""
+        for index, file in enumerate(self._files.values()):
+            file.check_size()
+            if index % of == share:
+                file.verify_all()
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

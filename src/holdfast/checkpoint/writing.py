@@ -26,6 +26,7 @@ from holdfast.checkpoint.manifest import (
     ShardFile,
     chunk_checksum,
     describe_shard,
+    merge_settings,
     shard_name,
     write_manifest,
 )
@@ -173,18 +174,3 @@ def decode_held(told: Sequence[Sequence[Any]]) -> list[Held]:
         Held(Piece(name, dtype, tuple(whole), tuple(offset), tuple(shape)), divisible)
         for name, dtype, whole, offset, shape, divisible in told
     ]
-
-
-def merge_settings(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """One entry per distinct optimizer setting, with all parameters that it holds for on any rank."""
-    merged: list[dict[str, Any]] = []
-    for entries in everyone:
-        for entry in entries:
-            home = next((known for known in merged if known["settings"] == entry["settings"]), None)
-            if home is None:
-                home = {"parameters": [], "settings": entry["settings"], "numbers": {}}
-                merged.append(home)
-            known_names = set(home["parameters"])
-            home["parameters"] += [name for name in entry["parameters"] if name not in known_names]
-            home["numbers"].update(entry["numbers"])
-    return merged

@@ -1,0 +1,309 @@
+"""Memory that outlives the trainer: a file on a memory file system, with slots that each hold one whole snapshot of one rank.
+
+    page 0          arena header: what run, rank, plan; sizes; its checksum
+    page 1          words of the keeper: a pin per slot, the sequence number it has verified per slot
+    slot 0, 1, (2)  page: slot header | small state as JSON | row sums | the shard exactly as it would be on disk
+
+The invariants: a slot is WRITING before its content is touched and READY after all of it is there, by one store of a header that
+carries its own checksum; so a kill at any instant leaves a slot that says what it is. Slots 0 and 1 are reserved at creation;
+slot 2 takes memory only while another slot is pinned (being written to disk). The file is never unlinked by a trainer.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import xxhash
+
+from holdfast.checkpoint.layout import PAGE, Layout, Piece, read_layout
+from holdfast.errors import HoldfastError
+from holdfast.publish import temporary_beside
+from holdfast.snapshot.digest import digest_starts, sum_rows
+
+MAGIC = b"HFARENA1"
+SLOTS = 3
+EMPTY, WRITING, READY = 0, 1, 2
+STATES = {EMPTY: "empty", WRITING: "writing", READY: "ready"}
+META_ROOM = 64 << 10
+
+_ARENA = struct.Struct("<8sII32s32sQQQQ")
+_SLOT = struct.Struct("<8sIIQqQQQQd")
+_PINS, _VERIFIED = PAGE, PAGE + 64
+_FIRST_SLOT = 2 * PAGE
+_PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
+
+
+class DamagedError(HoldfastError):
+    """A snapshot whose bytes are not what was copied."""
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    state: int
+    sequence: int
+    """rises with every snapshot of a rank, over restarts"""
+    step: int
+    meta_bytes: int
+    meta_hash: int
+    digest_hash: int
+    head_hash: int
+    """of the safetensors header"""
+    time: float
+
+    def pack(self) -> bytes:
+        body = _SLOT.pack(
+            MAGIC,
+            1,
+            self.state,
+            self.sequence,
+            self.step,
+            self.meta_bytes,
+            self.meta_hash,
+            self.digest_hash,
+            self.head_hash,
+            self.time,
+        )
+        return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+NOTHING = SlotHeader(EMPTY, 0, 0, 0, 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The regions of a slot, each a whole number of pages."""
+
+    meta: int
+    digest: int
+    payload: int
+
+    @property
+    def stride(self) -> int:
+        return PAGE + self.meta + self.digest + self.payload
+
+    def file(self, slots: int) -> int:
+        return _FIRST_SLOT + slots * self.stride
+
+
+def sizes_for(layout: Layout, meta_bytes: int) -> Sizes:
+    """Room for a rank's snapshot: its small state may grow to four times what it is now."""
+    return Sizes(_pages(4 * meta_bytes + META_ROOM), _pages(8 * digest_starts(layout)[1]), _pages(layout.size))
+
+
+class Slot:
+    """One mapped slot. Numpy arrays on it are views of the shared memory."""
+
+    def __init__(self, descriptor: int, offset: int, sizes: Sizes, origin: str, populate: bool) -> None:
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        self.map = mmap.mmap(descriptor, sizes.stride, flags=flags, offset=offset)
+        self.origin = origin
+        whole = np.frombuffer(self.map, dtype=np.uint8)
+        self.whole = whole
+        self.meta = whole[PAGE : PAGE + sizes.meta]
+        self.digest = whole[PAGE + sizes.meta : PAGE + sizes.meta + sizes.digest].view(np.int64)
+        self.payload = whole[PAGE + sizes.meta + sizes.digest :]
+
+    def header(self) -> SlotHeader:
+        """What the slot says it is; a header that is torn or damaged counts as EMPTY."""
+        raw = bytes(self.whole[: _SLOT.size + 8])
+        body, (checksum,) = raw[: _SLOT.size], struct.unpack("<Q", raw[_SLOT.size :])
+        magic, version, *fields = _SLOT.unpack(body)
+        if magic != MAGIC or version != 1 or checksum != xxhash.xxh3_64_intdigest(body):
+            return NOTHING
+        return SlotHeader(*fields)
+
+    def store(self, header: SlotHeader) -> None:
+        raw = header.pack()
+        self.map[: len(raw)] = raw
+
+    def small_state(self, header: SlotHeader) -> dict[str, Any]:
+        raw = bytes(self.meta[: header.meta_bytes])
+        if header.meta_bytes > len(self.meta) or xxhash.xxh3_64_intdigest(raw) != header.meta_hash:
+            raise DamagedError(f"{self.origin}: the small state of step {header.step} does not match its checksum")
+        value: dict[str, Any] = orjson.loads(raw)
+        return value
+
+    def layout(self, header: SlotHeader) -> Layout:
+        """The layout of the payload, from its own (verified) header."""
+        (length,) = struct.unpack("<Q", bytes(self.payload[:8]))
+        head = bytes(self.payload[: min(8 + length, len(self.payload))])
+        if xxhash.xxh3_64_intdigest(head) != header.head_hash:
+            raise DamagedError(f"{self.origin}: the table of tensors of step {header.step} does not match its checksum")
+        return read_layout(self.payload.data, self.origin)
+
+    def verify(self, header: SlotHeader, share: int = 0, of: int = 1) -> None:
+        """Recomputes this share of the row sums from the bytes held; raises DamagedError for the first tensor that differs."""
+        self.small_state(header)
+        layout = self.layout(header)
+        starts, total = digest_starts(layout)
+        sums = self.digest[:total]
+        if xxhash.xxh3_64_intdigest(sums.data) != header.digest_hash:
+            raise DamagedError(f"{self.origin}: the row sums of step {header.step} do not match their checksum")
+        for index, (piece, start) in enumerate(zip(layout.pieces, layout.starts, strict=True)):
+            if index % of == share:
+                self._verify_piece(header, piece, start, sums[starts[index] :])
+
+    def _verify_piece(self, header: SlotHeader, piece: Piece, start: int, sums: Any) -> None:
+        found = np.empty(-(-piece.nbytes // PAGE), dtype=np.int64)
+        sum_rows(self.payload[start : start + piece.nbytes], found)
+        if not np.array_equal(found, sums[: len(found)]):
+            row = int(np.flatnonzero(found != sums[: len(found)])[0])
+            raise DamagedError(
+                f"{self.origin}: {piece.name} of step {header.step} is damaged in the 4 KiB from byte {row * PAGE:,}"
+            )
+
+
+class Arena:
+    """The memory file of one rank: open one, or create it for a layout."""
+
+    def __init__(self, path: Path, populate: bool = False) -> None:
+        self.path, self._populate = path, populate
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._words = mmap.mmap(self._descriptor, _FIRST_SLOT)
+            raw = bytes(self._words[: _ARENA.size + 8])
+            body, (checksum,) = raw[: _ARENA.size], struct.unpack("<Q", raw[_ARENA.size :])
+            magic, self.rank, self.world, run, plan, meta, digest, payload, self.generation = _ARENA.unpack(body)
+            if magic != MAGIC or checksum != xxhash.xxh3_64_intdigest(body):
+                raise DamagedError(f"{path} is not an arena, or its header is damaged")
+        except (ValueError, OSError, struct.error) as error:
+            os.close(self._descriptor)
+            raise DamagedError(f"{path} is not an arena ({error})") from error
+        except DamagedError:
+            os.close(self._descriptor)
+            raise
+        self.run, self.plan = run.decode(), plan.decode()
+        self.sizes = Sizes(meta, digest, payload)
+        self._slots: dict[int, Slot] = {}
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        sizes: Sizes,
+        run: str,
+        plan: str,
+        rank: int,
+        world: int,
+        generation: int,
+        populate: bool = True,
+    ) -> "Arena":
+        """Reserves the memory for two slots, and gives the file its name when it is whole."""
+        temporary = temporary_beside(path)
+        body = _ARENA.pack(
+            MAGIC, rank, world, run.encode(), plan.encode(), sizes.meta, sizes.digest, sizes.payload, generation
+        )
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, sizes.file(SLOTS))
+            os.posix_fallocate(descriptor, 0, sizes.file(2))
+            os.pwrite(descriptor, body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)), 0)
+            os.rename(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno == errno.ENOSPC:
+                raise HoldfastError(f"no room for {sizes.file(2):,} bytes in {path.parent}") from error
+            raise
+        finally:
+            os.close(descriptor)
+        return cls(path, populate)
+
+    def slot(self, index: int) -> Slot:
+        if index not in self._slots:
+            offset = _FIRST_SLOT + index * self.sizes.stride
+            origin = f"{self.path} slot {index}"
+            self._slots[index] = Slot(self._descriptor, offset, self.sizes, origin, self._populate and index < 2)
+        return self._slots[index]
+
+    def headers(self) -> list[SlotHeader]:
+        """The headers of all slots; the third is EMPTY while it takes no memory."""
+        return [self.slot(index).header() for index in range(SLOTS)]
+
+    def find(self, step: int) -> tuple[Slot, SlotHeader] | None:
+        """The READY slot of a step, the younger one where there are two."""
+        found = [(h.sequence, i) for i, h in enumerate(self.headers()) if h.state == READY and h.step == step]
+        if not found:
+            return None
+        index = max(found)[1]
+        return self.slot(index), self.slot(index).header()
+
+    def ready_steps(self) -> set[int]:
+        return {header.step for header in self.headers() if header.state == READY}
+
+    def pin(self, index: int, pinned: bool) -> None:
+        self._words[_PINS + index] = int(pinned)
+
+    def pinned(self, index: int) -> bool:
+        return bool(self._words[_PINS + index])
+
+    def set_verified(self, index: int, sequence: int) -> None:
+        struct.pack_into("<Q", self._words, _VERIFIED + 8 * index, sequence)
+
+    def verified(self, index: int) -> int:
+        """The sequence number of the snapshot in this slot that the keeper found whole; 0 for none."""
+        (sequence,) = struct.unpack_from("<Q", self._words, _VERIFIED + 8 * index)
+        return int(sequence)
+
+    def reserve_third(self) -> bool:
+        """Takes memory for the third slot; False where there is none."""
+        try:
+            os.posix_fallocate(self._descriptor, self.sizes.file(2), self.sizes.stride)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                return False
+            raise
+        return True
+
+    def release_third(self) -> None:
+        """Gives the third slot's memory back; its content reads as zeros, which is EMPTY."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+        begin, length = self.sizes.file(2), self.sizes.stride
+        if libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, length) != 0:
+            raise OSError(ctypes.get_errno(), "fallocate", str(self.path))
+
+    def close(self) -> None:
+        """Lets go of the file; mappings go when the last array on them does."""
+        self._slots.clear()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def ready_header(slot: Slot, sequence: int, step: int, meta_bytes: int, layout: Layout) -> SlotHeader:
+    """The header of a slot whose content has been written."""
+    _, total = digest_starts(layout)
+    return SlotHeader(
+        READY,
+        sequence,
+        step,
+        meta_bytes,
+        xxhash.xxh3_64_intdigest(slot.meta[:meta_bytes].data),
+        xxhash.xxh3_64_intdigest(slot.digest[:total].data),
+        xxhash.xxh3_64_intdigest(layout.header),
+        time.time(),
+    )
+
+
+def forget(arena: Arena, keep: int | None) -> None:
+    """Empties the slots that hold anything but the step `keep`: what a run did not resume from has no future."""
+    for index, header in enumerate(arena.headers()):
+        if header.state != EMPTY and header.step != keep:
+            arena.slot(index).store(NOTHING)
+        arena.pin(index, False)
+
+
+def arena_name(rank: int, world: int, plan: str) -> str:
+    return f"rank-{rank:05d}-of-{world:05d}.{plan[:8]}.arena"
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE

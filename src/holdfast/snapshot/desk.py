@@ -1,0 +1,120 @@
+"""A rank's desk: one shared page where it says that it lives, where it stands, and reads what is asked of it.
+
+The invariant: every field has one writer (the rank; `stop_at` rank 0 of the node's run), is one aligned word, and means
+something at any instant. A process is known by its number and its start time, so that a reused number is not taken for it.
+"""
+
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+
+PAGE = 4096
+RUNNING, FINISHED, STOPPED = 1, 2, 3
+_FIELDS = {
+    name: 8 * i
+    for i, name in enumerate(
+        [
+            "process",
+            "started",
+            "status",
+            "step",
+            "ready",
+            "heartbeat",
+            "phase",
+            "wish",
+            "stop_at",
+            "restarts",
+            "skipped",
+        ]
+    )
+}
+_WORDS, _WORDS_ROOM = 1024, 2048
+PHASES = [
+    "starting",
+    "restoring",
+    "training",
+    "waiting for the copy",
+    "starting a copy",
+    "waiting for other ranks",
+    "ended",
+]
+
+
+class Desk:
+    """Word access by name: `desk["step"] = 7`. Times are whole nanoseconds of the monotonic clock, which all processes share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < PAGE:
+                os.ftruncate(descriptor, PAGE)
+            self._map = mmap.mmap(descriptor, PAGE)
+        finally:
+            os.close(descriptor)
+
+    def __getitem__(self, name: str) -> int:
+        (value,) = struct.unpack_from("<q", self._map, _FIELDS[name])
+        return int(value)
+
+    def __setitem__(self, name: str, value: int) -> None:
+        struct.pack_into("<q", self._map, _FIELDS[name], value)
+
+    def sit_down(self) -> None:
+        """This process takes the desk."""
+        self["status"] = 0
+        for name in ("wish", "stop_at", "step", "skipped"):
+            self[name] = 0
+        self["ready"] = -1
+        self["restarts"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.say_last_words("")
+        self["process"] = os.getpid()
+        self["started"] = start_time(os.getpid())
+        self["status"] = RUNNING
+        self.beat(0)
+
+    def beat(self, phase: int) -> None:
+        self["phase"] = phase
+        self["heartbeat"] = time.monotonic_ns()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the rank last gave a sign of life."""
+        return (time.monotonic_ns() - self["heartbeat"]) / 1e9
+
+    @property
+    def where(self) -> str:
+        phase = self["phase"]
+        return PHASES[phase] if 0 <= phase < len(PHASES) else str(phase)
+
+    def occupied(self) -> bool:
+        """The process that took this desk is alive and has not left."""
+        return self["status"] == RUNNING and process_alive(self["process"], self["started"])
+
+    def say_last_words(self, text: str) -> None:
+        content = text.encode()[: _WORDS_ROOM - 1]
+        self._map[_WORDS : _WORDS + _WORDS_ROOM] = content.ljust(_WORDS_ROOM, b"\0")
+
+    @property
+    def last_words(self) -> str:
+        return bytes(self._map[_WORDS : _WORDS + _WORDS_ROOM]).rstrip(b"\0").decode(errors="replace")
+
+
+def start_time(process: int) -> int:
+    """When a process started, in the kernel's ticks; 0 if it is gone or a zombie."""
+    try:
+        content = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    fields = content.rpartition(")")[2].split()
+    return 0 if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def process_alive(process: int, started: int) -> bool:
+    return process > 0 and started != 0 and start_time(process) == started
+
+
+def desk_name(rank: int) -> str:
+    return f"rank-{rank:05d}.desk"

@@ -1,0 +1,171 @@
+"""A rank's own memory: which live tensors it copies, into which arena, into which slot of it.
+
+The invariants: a slot that is pinned, or that holds the newest step all ranks have, is never chosen; live tensors are
+the ones that the model and optimizer have now (a state that was replaced is noticed); a changed layout gets a new arena
+beside the old one.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.checkpoint.collective import agree
+from holdfast.checkpoint.layout import Layout, Piece, lay_out
+from holdfast.checkpoint.plan import divide, plan_hash, ranks_to_persist
+from holdfast.checkpoint.state import State
+from holdfast.checkpoint.writing import decode_held, encode_held
+from holdfast.errors import HoldfastError
+from holdfast.snapshot.arena import EMPTY, NOTHING, READY, SLOTS, WRITING, Arena, SlotHeader, arena_name, sizes_for
+from holdfast.snapshot.copying import Copier, Copy
+from holdfast.snapshot.place import Place
+from holdfast.snapshot.team import Team
+
+
+class Holder:
+    def __init__(self, state: State, team: Team, place: Place, mode: str, on_ready: Callable[[int], None]) -> None:
+        self._state, self._team, self._place, self._mode, self._on_ready = state, team, place, mode, on_ready
+        self.arena: Arena | None = None
+        self.plan: dict[str, Any] = {"writers": [], "token": ""}
+        """What the keeper must know of the plan: whose pieces make up the state, and a name for this division."""
+        self._copier: Copier | None = None
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._entries: list[tuple[Mapping[str, Any], str, torch.Tensor]] = []
+        self._sizes: list[tuple[Any, int]] = []
+        self._held: list[Any] = []
+
+    def prepare(self, small_bytes: int) -> None:
+        """Sees to it that copies show the tensors as they are now and that the small state fits. Collective after a change."""
+        fits = self.arena is not None and small_bytes <= self.arena.sizes.meta
+        if fits and self._copier is not None and not self._replaced():
+            return
+        items = self._state.items()
+        held = encode_held(items)
+        if not fits or held != self._held:
+            layout = self._agree_on_plan(held, small_bytes)
+        else:
+            assert self._copier is not None
+            layout = self._copier.layout
+        if self._copier is not None:
+            self._copier.close()
+        self._copier = Copier(items, layout, self._on_ready)
+        self._held = held
+        self._watch()
+
+    def begin(self, step: int, sequence: int, small: bytes, committed: int | None) -> Copy | None:
+        """Starts a copy; None if there is no slot for it."""
+        assert self.arena is not None and self._copier is not None
+        index = self._free_slot(self.arena, committed)
+        if index is None:
+            return None
+        slot = self.arena.slot(index)
+        slot.store(SlotHeader(WRITING, sequence, step, 0, 0, 0, 0, time.time()))
+        slot.map[4096 : 4096 + len(small)] = small
+        copy = Copy(slot, sequence, step, len(small))
+        self._copier.start(copy)
+        return copy
+
+    def pin(self, step: int) -> bool:
+        """Keeps the slot of this step from being overwritten, until the keeper has written it to disk."""
+        if self.arena is None:
+            return False
+        for index, header in enumerate(self.arena.headers()):
+            if header.state == READY and header.step == step:
+                self.arena.pin(index, True)
+                return True
+        return False
+
+    def close(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+    def _free_slot(self, arena: Arena, committed: int | None) -> int | None:
+        headers = arena.headers()
+        pinned = [arena.pinned(index) for index in range(SLOTS)]
+        free = [
+            (header.state == READY, header.sequence, index)
+            for index, header in enumerate(headers[: SLOTS if any(pinned) else 2])
+            if not pinned[index] and not (header.state == READY and header.step == committed)
+        ]
+        if not any(pinned) and headers[2].state != EMPTY and headers[2].step != committed:
+            arena.slot(2).store(NOTHING)
+            arena.release_third()
+        for _, _, index in sorted(free):
+            if index < 2 or arena.reserve_third():
+                return index
+        return None
+
+    def _replaced(self) -> bool:
+        """A parameter's memory or an optimizer's tensor is not the one that was looked at last."""
+        return (
+            any(_address(tensor) != address for tensor, address in self._watched)
+            or any(state.get(key) is not tensor for state, key, tensor in self._entries)
+            or any(len(container) != size for container, size in self._sizes)
+        )
+
+    def _watch(self) -> None:
+        self._watched = [(p, _address(p)) for p in self._state.parameters.values()]
+        states = [state for _, state in self._state.optimizer_state()]
+        self._entries = [(s, key, v) for s in states for key, v in s.items() if isinstance(v, torch.Tensor)]
+        self._sizes = [(s, len(s)) for s in states] + [(o.state, len(o.state)) for o in self._state.optimizers]
+
+    def _agree_on_plan(self, held: list[Any], small_bytes: int) -> Layout:
+        """Decides with all ranks who keeps what, and makes the memory for it."""
+        team = self._team
+        cohort = [team.nodes[team.rank] if self._mode == "node" else None, self._state.cohort]
+        told = team.gather({"held": held, "cohort": cohort, "generation": time.time_ns(), "small": small_bytes})
+        kept = divide([decode_held(entry["held"]) for entry in told], [tuple(entry["cohort"]) for entry in told])
+        generation = told[0]["generation"]
+        small_bytes = max(entry["small"] for entry in told)
+        layout = lay_out(kept[team.rank])
+        trouble = None
+        try:
+            arena = self._make_arena(kept, layout, small_bytes, generation)
+        except HoldfastError as error:
+            trouble = error
+        agree(trouble, team.group)
+        if self.arena is not None:
+            self.arena.close()
+        self.arena = arena
+        self.plan = {"writers": ranks_to_persist(kept), "token": f"{generation:x}"}
+        return layout
+
+    def _make_arena(self, kept: Sequence[Sequence[Piece]], layout: Layout, small_bytes: int, generation: int) -> Arena:
+        team, plan = self._team, plan_hash(kept)
+        path = self._place.path / arena_name(team.rank, team.world, plan)
+        if path.exists():
+            arena = Arena(path, populate=True)
+            if (arena.plan, arena.run) == (plan, self._place.key) and arena.sizes.meta >= small_bytes:
+                return arena
+            arena.close()
+        sizes = sizes_for(layout, small_bytes)
+        if team.first_here:
+            _check_memory(self._place, [sizes_for(lay_out(kept[rank]), small_bytes) for rank in team.here])
+        return Arena.create(path, sizes, self._place.key, plan, team.rank, team.world, generation)
+
+
+def _check_memory(place: Place, wanted: Sequence[Any]) -> None:
+    """Refuses, with the exact size to ask for, before anything is reserved."""
+    needed = sum(sizes.file(2) for sizes in wanted)
+    usage = os.statvfs(place.path)
+    free = usage.f_bavail * usage.f_frsize
+    if needed > free:
+        most = sum(sizes.file(3) for sizes in wanted) + place.memory_bytes()
+        memory = place.path.parent.parent
+        raise HoldfastError(
+            f"{memory} is too small for the snapshots of this node: two slots need {needed:,} bytes and {free:,} are free. "
+            f"Give the container at least {-(-most // (1 << 20))} MiB (docker: --shm-size={-(-most // (1 << 20))}m, Kubernetes: "
+            f"an emptyDir of medium Memory with sizeLimit {-(-most // (1 << 20))}Mi at {memory}), or take snapshots elsewhere"
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr()

@@ -1,0 +1,315 @@
+"""The keeper: one small process per node and run, outside the trainers' session. It watches, verifies, writes to disk and frees.
+
+    python -m holdfast.snapshot.keeper /dev/shm/holdfast-0/RUN-KEY
+
+The invariants: all it knows is in the run's memory folder, so a keeper that is killed is replaced by one that goes on
+from there; it removes only that folder, and only when all ranks have left it, or are dead and their state is on disk. No
+torch is imported.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.errors import HoldfastError
+from holdfast.journal import Journal
+from holdfast.snapshot.arena import Arena, DamagedError
+from holdfast.snapshot.desk import FINISHED, RUNNING, STOPPED, Desk
+from holdfast.snapshot.persisting import common_steps, held_at, newest_generation, write_checkpoint
+from holdfast.snapshot.place import Place, lock_keeper, open_arenas, read_json, write_json
+from holdfast.snapshot.wishes import TRIGGERS
+
+ROUND_SECONDS = 0.05
+LINGER_SECONDS = 600.0
+VERIFY_SECONDS = 5.0
+RETRY_SECONDS = 5.0
+SAVE_PATIENCE = 60.0
+
+
+class Keeper:
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.journal = Journal(place.folder / "events.jsonl")
+        self.settings: dict[str, Any] = {}
+        self._jobs: list[dict[str, Any]] = []
+        self._reported: set[tuple[int, int, str]] = set()
+        self._next_verify = 0.0
+        self._dead_since: float | None = None
+        self._ending = False
+        signal.signal(signal.SIGTERM, self._end)
+        self._peers: Any = None
+
+    def _end(self, *_: Any) -> None:
+        self._ending = True
+
+    def run(self) -> None:
+        while self.place.path.exists():
+            self.settings = read_json(self.place.path / "settings.json") or self.settings
+            self._exchange_with_peers()
+            desks = self._desks()
+            self._watch(desks)
+            self._take_triggers()
+            self._take_requests()
+            self._work_on_jobs()
+            self._verify()
+            if self._over(desks):
+                return
+            time.sleep(ROUND_SECONDS)
+
+    def _desks(self) -> dict[int, Desk]:
+        here = self.settings.get("here", [])
+        return {rank: desk for rank, desk in self.place.desks().items() if rank in here}
+
+    def arenas(self) -> list[Arena]:
+        """The arenas of this node that count now; those of an older division go once the newer one holds a whole step."""
+        opened = open_arenas(self.place.arenas(), self.place.key)
+        chosen = newest_generation(opened)
+        for arena in opened:
+            if arena not in chosen:
+                if chosen and arena.generation < chosen[0].generation and common_steps(chosen):
+                    arena.path.unlink(missing_ok=True)
+                arena.close()
+        return chosen
+
+    def _watch(self, desks: dict[int, Desk]) -> None:
+        """Notices ranks that died without a word, and ranks that no longer give a sign of life."""
+        patience = self.settings.get("hang_seconds", 600.0)
+        for rank, desk in desks.items():
+            mark = (rank, desk["started"], "death")
+            if desk["status"] == RUNNING and not desk.occupied():
+                if mark not in self._reported:
+                    self._reported.add(mark)
+                    self._failure("died", rank, desk, desks)
+            elif desk.occupied() and desk.age > patience:
+                mark = (rank, desk["started"], "hang")
+                if mark not in self._reported:
+                    self._reported.add(mark)
+                    self._hang(rank, desk, desks)
+
+    def _failure(self, kind: str, rank: int, desk: Desk, desks: dict[int, Desk]) -> None:
+        stand = {str(r): f"step {d['step']}, {d.where}, {d.age:.1f} s ago" for r, d in desks.items()}
+        self.journal.event(
+            "failure",
+            kind=kind,
+            rank=rank,
+            step=desk["step"],
+            process=desk["process"],
+            cause=desk.last_words,
+            ranks=stand,
+        )
+        print(f"rank {rank} {kind} at step {desk['step']}: {desk.last_words or 'no last words'}; {stand}", flush=True)
+        self._jobs.append({"reason": kind, "step": None})
+
+    def _hang(self, rank: int, desk: Desk, desks: dict[int, Desk]) -> None:
+        for other in desks.values():
+            if other.occupied() and (self.place.path / f"{other.path.stem}.stacks").exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other["process"], signal.SIGUSR2)
+        self._failure("hung", rank, desk, desks)
+        if self.settings.get("kill_hung"):
+            for other in desks.values():
+                if other.occupied():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(other["process"], signal.SIGKILL)
+
+    def _take_triggers(self) -> None:
+        """The files `persist` and `error.txt` in the run folder: persist what is held, and stop the run."""
+        for name in TRIGGERS:
+            trigger = self.place.folder / name
+            if trigger.exists() and not any(job.get("trigger") == str(trigger) for job in self._jobs):
+                (self.place.path / "stop").write_text(name)
+                self._jobs.append({"reason": name, "step": None, "trigger": str(trigger)})
+
+    def _take_requests(self) -> None:
+        known = {job.get("request") for job in self._jobs}
+        for path in sorted(self.place.requests.glob("*.json")):
+            if path.name in known or path.name.endswith(".answer.json"):
+                continue
+            record = read_json(path)
+            if record is None:
+                continue
+            if record.get("stop"):
+                (self.place.path / "stop").write_text("persist --stop")
+            if record["kind"] == "save":
+                self._drop_older_saves(record["step"])
+            self._jobs.append(
+                {
+                    "reason": record["kind"],
+                    "step": record.get("step"),
+                    "retention": record.get("retention"),
+                    "request": path.name,
+                    "answer": record["kind"] == "persist",
+                    "since": time.monotonic(),
+                }
+            )
+
+    def _drop_older_saves(self, step: int) -> None:
+        """A disk that is slower than the saves asked for gets the newest one only."""
+        for job in [job for job in self._jobs if job["reason"] == "save" and job["step"] < step and job.get("tries")]:
+            self._finish(job, None, "a newer save was asked for")
+
+    def _work_on_jobs(self) -> None:
+        for job in list(self._jobs):
+            if job.get("not_before", 0.0) > time.monotonic():
+                continue
+            arenas = self.arenas()
+            try:
+                self._do(job, arenas)
+            except HoldfastError as error:
+                job["tries"] = job.get("tries", 0) + 1
+                job["not_before"] = time.monotonic() + min(60.0, RETRY_SECONDS * job["tries"])
+                self.journal.event("refused", reason=str(error), step=job["step"], tries=job["tries"])
+                print(f"{job['reason']}: {error}; memory is kept, trying again", flush=True)
+                if job.get("answer"):
+                    self._finish(job, None, str(error))
+            finally:
+                for arena in arenas:
+                    arena.close()
+
+    def _do(self, job: dict[str, Any], arenas: list[Arena]) -> None:
+        steps = common_steps(arenas)
+        step = job["step"]
+        if step is None:
+            if not steps:
+                self._finish(job, None, "no step is held whole in memory")
+                return
+            step = steps[0]
+        elif step not in steps:
+            if time.monotonic() - job["since"] < SAVE_PATIENCE:
+                return  # some rank is still copying
+            self._finish(job, None, f"step {step} did not become whole")
+            return
+        on_disk = dict(checkpoints_in(self.place.folder))
+        if step in on_disk and job["step"] is None:
+            self._finish(job, on_disk[step], None)
+            return
+        begin = time.perf_counter()
+        slots = [found for arena in arenas if (found := held_at(arena, step))]
+        for found in slots:
+            found.arena.pin(found.index, True)
+        try:
+            retention = tuple(job.get("retention") or (None, None))
+            path = write_checkpoint(arenas, step, self.place.folder / "checkpoints", (retention[0], retention[1]))
+        except HoldfastError:
+            if job["step"] is None:
+                for found in slots:
+                    found.arena.pin(found.index, False)
+            raise
+        for found in slots:
+            found.arena.pin(found.index, False)
+        seconds = time.perf_counter() - begin
+        size = sum(file.stat().st_size for file in path.iterdir()) if path.exists() else 0
+        self.journal.event(
+            "persisted", step=step, path=str(path), reason=job["reason"], bytes=size, seconds=round(seconds, 4)
+        )
+        self._finish(job, path, None)
+
+    def _finish(self, job: dict[str, Any], path: Path | None, trouble: str | None) -> None:
+        self._jobs.remove(job)
+        if trouble:
+            print(f"{job['reason']}: {trouble}", flush=True)
+        if job["reason"] == "save" and path is None:
+            for arena in open_arenas(self.place.arenas(), self.place.key):
+                found = held_at(arena, job["step"])
+                if found:
+                    arena.pin(found.index, False)
+                arena.close()
+        if request := job.get("request"):
+            (self.place.requests / request).unlink(missing_ok=True)
+            if job.get("answer"):
+                answer = {"path": str(path) if path else None, "trouble": trouble}
+                write_json(self.place.requests / request.replace(".json", ".answer.json"), answer)
+        if job.get("trigger") and path is not None:
+            Path(job["trigger"]).unlink(missing_ok=True)
+
+    def _verify(self) -> None:
+        """Now and then, at most a twentieth of the time: the newest common step is compared with its row sums."""
+        if time.monotonic() < self._next_verify:
+            return
+        begin = time.monotonic()
+        arenas = self.arenas()
+        for step in common_steps(arenas)[:1]:
+            for found in [held for arena in arenas if (held := held_at(arena, step))]:
+                try:
+                    found.slot.verify(found.header)
+                except DamagedError as error:
+                    if found.still_there():
+                        self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
+                else:
+                    if found.still_there():
+                        found.arena.set_verified(found.index, found.header.sequence)
+        for arena in arenas:
+            arena.close()
+        now = time.monotonic()
+        self._next_verify = now + max(VERIFY_SECONDS, 20 * (now - begin))
+
+    def _exchange_with_peers(self) -> None:
+        if self._peers is None and len(set(self.settings.get("nodes", []))) > 1:
+            from holdfast.snapshot.peers import Peers
+
+            self._peers = Peers(self.place, self.journal)
+        if self._peers is not None:
+            self._peers.round(self.settings)
+
+    def _over(self, desks: dict[int, Desk]) -> bool:
+        """Ends when the run has: its memory is freed when all ranks left, or after a while when all are dead and saved."""
+        if not desks:
+            return self._ending
+        if any(desk.occupied() for desk in desks.values()):
+            self._dead_since = None
+            return False
+        statuses = {desk["status"] for desk in desks.values()}
+        if self._jobs and not self._ending:
+            return False
+        if statuses <= {FINISHED, STOPPED}:
+            if STOPPED in statuses and not self._persist_last():
+                return False
+            self._free()
+            return True
+        self._dead_since = self._dead_since or time.monotonic()
+        if self._ending:
+            self._persist_last()
+            return True
+        if time.monotonic() - self._dead_since > self.settings.get("linger_seconds", LINGER_SECONDS):
+            if not self._persist_last():
+                return False
+            self._free()
+            return True
+        return False
+
+    def _persist_last(self) -> bool:
+        """The newest common step is on disk, or there is none."""
+        job: dict[str, Any] = {"reason": "stopped", "step": None}
+        self._jobs.append(job)
+        self._work_on_jobs()
+        return job not in self._jobs
+
+    def _free(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+        shutil.rmtree(self.place.path, ignore_errors=True)
+
+
+def main(path: str) -> None:
+    folder = Path(path)
+    record = read_json(folder / "run.json")
+    if record is None:
+        sys.exit(f"{path} is not the memory of a run")
+    place = Place(folder, record["name"], Path(record["folder"]))
+    lock = lock_keeper(place)
+    if lock is None:
+        return
+    os.nice(5)
+    write_json(folder / "keeper.json", {"process": os.getpid(), "since": time.time()})
+    print(f"keeper {os.getpid()} keeps {place.name}", flush=True)
+    Keeper(place).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,335 @@
+"""Between keepers: copies of a node's snapshots in another node's memory, and pulling them back. TCP, checksums, no torch.
+
+Nodes form disjoint pairs (the last three a ring where they are odd), so losing two of many nodes rarely loses both copies. The
+invariants: a copy is READY only when all of it has come and its row sums verify; a chunk that arrives damaged is sent again;
+a broken connection is resumed where it broke; who does not know the run's secret gets nothing.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import xxhash
+
+from holdfast.checkpoint.layout import PAGE
+from holdfast.errors import HoldfastError
+from holdfast.journal import Journal
+from holdfast.snapshot.arena import NOTHING, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
+from holdfast.snapshot.persisting import common_steps, held_at, newest_generation
+from holdfast.snapshot.place import Place, open_arenas, read_json, write_json
+
+CHUNK = 16 << 20
+TIMEOUT = 30.0
+BYTES_PER_SECOND = 1e9
+
+
+def peer_of(nodes: list[str], node: str) -> str | None:
+    """The node that holds the copies of `node`: its partner; in a last group of three, the next of the ring."""
+    order = list(dict.fromkeys(nodes))
+    if len(order) < 2 or node not in order:
+        return None
+    index = order.index(node)
+    if len(order) % 2 and index >= len(order) - 3:
+        first = len(order) - 3
+        return order[first + (index - first + 1) % 3]
+    return order[index ^ 1]
+
+
+class Line:
+    """A connection: JSON messages and raw bytes. Both ends prove that they know the run's secret."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, server: bool) -> None:
+        self._socket = connection
+        connection.settimeout(TIMEOUT)
+        nonce = secrets.token_bytes(16)
+        connection.sendall(nonce)
+        other = self._exactly(16)
+        role, opposite = (b"server", b"client") if server else (b"client", b"server")
+        connection.sendall(hmac.digest(secret, role + other, "sha256"))
+        if not hmac.compare_digest(self._exactly(32), hmac.digest(secret, opposite + nonce, "sha256")):
+            raise HoldfastError("a peer does not know the secret of this run")
+
+    def send(self, message: Any) -> None:
+        content = orjson.dumps(message)
+        self._socket.sendall(struct.pack("<I", len(content)) + content)
+
+    def receive(self) -> Any:
+        (length,) = struct.unpack("<I", self._exactly(4))
+        if length > 1 << 20:
+            raise HoldfastError("a peer sent a message that is too long")
+        return orjson.loads(self._exactly(length))
+
+    def send_bytes(self, content: memoryview) -> None:
+        self._socket.sendall(content)
+
+    def receive_into(self, target: memoryview) -> None:
+        done = 0
+        while done < len(target):
+            count = self._socket.recv_into(target[done:])
+            if not count:
+                raise ConnectionError("the peer has gone")
+            done += count
+
+    def _exactly(self, count: int) -> bytes:
+        content = bytearray(count)
+        self.receive_into(memoryview(content))
+        return bytes(content)
+
+
+def keepers_folder(place: Place) -> Path:
+    return place.folder / "keepers"
+
+
+def node_file(place: Place, node: str) -> Path:
+    return keepers_folder(place) / f"{hashlib.sha256(node.encode()).hexdigest()[:16]}.json"
+
+
+def run_secret(place: Place) -> bytes:
+    """The run's secret, in the run folder, readable by its owner; made by whoever comes first."""
+    folder = keepers_folder(place)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "secret"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        deadline = time.monotonic() + 5
+        while len(content := path.read_bytes()) < 32 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return content
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(32))
+    return path.read_bytes()
+
+
+def call(place: Place, node: str) -> Line:
+    record = read_json(node_file(place, node))
+    if record is None:
+        raise ConnectionError(f"no keeper is known on {node}")
+    connection = socket.create_connection((record["address"], record["port"]), timeout=TIMEOUT)
+    return Line(connection, run_secret(place), server=False)
+
+
+def pull(place: Place, node: str, file: str, slot: int) -> Path:
+    """Brings one slot of another node's arena here, into a file beside ours; its path. A file that is there already is used."""
+    path = place.path / f"pulled-{hashlib.sha256(f'{node}/{file}/{slot}'.encode()).hexdigest()[:16]}.arena"
+    line = call(place, node)
+    line.send({"do": "get", "file": file, "slot": slot})
+    answer = line.receive()
+    if answer.get("trouble"):
+        raise HoldfastError(f"{node} cannot send {file}: {answer['trouble']}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    arena = _create_like(temporary, answer)
+    try:
+        target = arena.slot(slot)
+        region = memoryview(target.map)
+        for begin in range(PAGE, len(region), CHUNK):
+            part = region[begin : begin + CHUNK]
+            line.receive_into(part)
+            if line.receive()["hash"] != xxhash.xxh3_64_hexdigest(part):
+                raise HoldfastError(f"{file} arrived damaged from {node}")
+        header = SlotHeader(**answer["header"])
+        target.store(header)
+        target.verify(header)
+        os.rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        arena.close()
+    return path
+
+
+def _create_like(path: Path, facts: dict[str, Any]) -> Arena:
+    sizes = Sizes(*facts["sizes"])
+    return Arena.create(
+        path, sizes, facts["run"], facts["plan"], facts["rank"], facts["world"], facts["generation"], populate=False
+    )
+
+
+def _facts(arena: Arena) -> dict[str, Any]:
+    return {
+        "sizes": [arena.sizes.meta, arena.sizes.digest, arena.sizes.payload],
+        "run": arena.run,
+        "plan": arena.plan,
+        "rank": arena.rank,
+        "world": arena.world,
+        "generation": arena.generation,
+    }
+
+
+class Peers:
+    """The keeper's side: serves other keepers and ships this node's newest common step to its peer, in threads of their own."""
+
+    def __init__(self, place: Place, journal: Journal) -> None:
+        self._place, self._journal = place, journal
+        self._secret = run_secret(place)
+        self._shipped = 0
+        self._shipping: threading.Thread | None = None
+        self._partial: dict[tuple[str, int], set[int]] = {}
+        self._lock = threading.Lock()
+        self._listener = socket.create_server((_address(place)[1], 0))
+        record = {"node": place.node, "address": _address(place)[0], "port": self._listener.getsockname()[1]}
+        write_json(node_file(place, place.node), record)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def round(self, settings: dict[str, Any]) -> None:
+        """Called by the keeper every so often: ships, if there is something new and the last shipment is over."""
+        if settings.get("mode") != "peer" or (self._shipping is not None and self._shipping.is_alive()):
+            return
+        peer = peer_of(settings["nodes"], self._place.node)
+        if peer is not None:
+            self._shipping = threading.Thread(target=self._ship_newest, args=(peer, settings), daemon=True)
+            self._shipping.start()
+
+    def close(self) -> None:
+        self._listener.close()
+        node_file(self._place, self._place.node).unlink(missing_ok=True)
+
+    def _ship_newest(self, peer: str, settings: dict[str, Any]) -> None:
+        arenas = newest_generation(open_arenas(self._place.arenas(), self._place.key))
+        steps = common_steps(arenas)
+        if not steps or steps[0] == self._shipped:
+            time.sleep(0.05)
+            return
+        begin, step = time.perf_counter(), steps[0]
+        held = [found for arena in arenas if (found := held_at(arena, step))]
+        try:
+            for found in held:
+                found.arena.pin(found.index, True)
+            if all(found.still_there() for found in held):
+                for found in held:
+                    self._ship(peer, found, settings.get("peer_bytes_per_second", BYTES_PER_SECOND))
+                self._shipped = step
+                self._journal.event(
+                    "snapshot", step=step, outcome="peer", node=peer, seconds=time.perf_counter() - begin
+                )
+        except (OSError, HoldfastError, struct.error) as error:
+            print(f"step {step} could not be shipped to {peer}: {error}; trying again", flush=True)
+            time.sleep(0.5)
+        finally:
+            for found in held:
+                found.arena.pin(found.index, False)
+                found.arena.close()
+
+    def _ship(self, peer: str, held: Any, rate: float) -> None:
+        line = call(self._place, peer)
+        line.send({"do": "put", "node": self._place.node, **_facts(held.arena), "header": held.header.__dict__})
+        region = memoryview(held.slot.map)
+        chunks = list(range(PAGE, len(region), CHUNK))
+        have = set(line.receive()["have"])
+        waiting = [begin for begin in chunks if begin not in have]
+        begin_time, sent = time.monotonic(), 0
+        while waiting:
+            begin = waiting.pop(0)
+            part = region[begin : begin + CHUNK]
+            line.send({"chunk": begin, "length": len(part), "hash": xxhash.xxh3_64_hexdigest(part)})
+            line.send_bytes(part)
+            sent += len(part)
+            if not line.receive()["good"]:
+                waiting.insert(0, begin)
+            time.sleep(max(0.0, sent / rate - (time.monotonic() - begin_time)))
+        line.send({"done": True})
+        if trouble := line.receive().get("trouble"):
+            raise HoldfastError(trouble)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            line = Line(connection, self._secret, server=True)
+            request = line.receive()
+            deeds: dict[str, Callable[[Line, dict[str, Any]], None]] = {"get": self._give, "put": self._take}
+            deeds[request["do"]](line, request)
+        except (OSError, HoldfastError, struct.error, KeyError, TypeError, ValueError) as error:
+            print(f"a peer's request failed: {error}", flush=True)
+        finally:
+            connection.close()
+
+    def _give(self, line: Line, request: dict[str, Any]) -> None:
+        name = Path(request["file"]).name
+        try:
+            arena = Arena(self._place.path / name)
+        except (FileNotFoundError, DamagedError) as error:
+            line.send({"trouble": str(error)})
+            return
+        slot = arena.slot(int(request["slot"]))
+        header = slot.header()
+        if header.state != READY or arena.run != self._place.key:
+            line.send({"trouble": "the slot is empty"})
+            return
+        line.send({**_facts(arena), "header": header.__dict__})
+        region = memoryview(slot.map)
+        for begin in range(PAGE, len(region), CHUNK):
+            part = region[begin : begin + CHUNK]
+            line.send_bytes(part)
+            line.send({"hash": xxhash.xxh3_64_hexdigest(part)})
+
+    def _take(self, line: Line, request: dict[str, Any]) -> None:
+        """Receives one rank's snapshot into a copy of its arena here."""
+        if request["run"] != self._place.key:
+            raise HoldfastError("a peer offers the memory of another run")
+        header = SlotHeader(**request["header"])
+        node = hashlib.sha256(request["node"].encode()).hexdigest()[:8]
+        stem = f"rank-{request['rank']:05d}-of-{request['world']:05d}.{request['plan'][:8]}"
+        path = self._place.path / f"peer-{node}-{stem}.arena"
+        with self._lock:
+            arena = Arena(path) if path.exists() else _create_like(path, request)
+        index = self._slot_for(arena, header)
+        slot = arena.slot(index)
+        key = (path.name, header.sequence)
+        have = self._partial.setdefault(key, set()) if slot.header().state == WRITING else set()
+        self._partial = {k: v for k, v in self._partial.items() if k[0] != path.name}
+        self._partial[key] = have
+        slot.store(SlotHeader(WRITING, header.sequence, header.step, 0, 0, 0, 0, time.time()))
+        line.send({"have": sorted(have)})
+        region = memoryview(slot.map)
+        while not (message := line.receive()).get("done"):
+            begin, length = int(message["chunk"]), int(message["length"])
+            part = region[begin : begin + length]
+            if begin < PAGE or len(part) != length:
+                raise HoldfastError("a peer sent a chunk that does not fit")
+            line.receive_into(part)
+            good = xxhash.xxh3_64_hexdigest(part) == message["hash"]
+            if good:
+                have.add(begin)
+            line.send({"good": good})
+        try:
+            slot.verify(header)
+            slot.store(header)
+            line.send({"committed": header.step})
+        except HoldfastError as error:
+            slot.store(NOTHING)
+            line.send({"trouble": str(error)})
+        self._partial.pop(key, None)
+        arena.close()
+
+    def _slot_for(self, arena: Arena, header: SlotHeader) -> int:
+        """The slot that is being filled with this snapshot, else the one that does not hold the newest."""
+        headers = arena.headers()[:2]
+        for index, known in enumerate(headers):
+            if known.state == WRITING and known.sequence == header.sequence:
+                return index
+        ready = [known.sequence if known.state == READY else -1 for known in headers]
+        return ready.index(min(ready))
+
+
+def _address(place: Place) -> tuple[str, str]:
+    """(where others reach us, where we listen): loopback for nodes that are folders of one machine."""
+    settings = read_json(place.path / "settings.json") or {}
+    hosts = {node.partition(":")[0] for node in settings.get("nodes", [])}
+    if len(hosts) == 1:
+        return "127.0.0.1", "127.0.0.1"
+    return socket.gethostbyname(socket.gethostname()), ""

@@ -1,0 +1,244 @@
+"""Where to continue: the highest step for which every byte verifies, from memory, a peer's memory or disk.
+
+Every node lists what it holds; all ranks see the same list and reach the same decision. The ranks of a node verify what
+lies on it together; a slot that does not verify is left out and named, and the next copy of it, or the next step, is
+tried. The invariant: what `restore` fills in was verified after it was chosen, is of one step on all ranks, and is the
+newest of its kind.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.checkpoint.collective import agree
+from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.loading import fill, load, refuse_unused
+from holdfast.checkpoint.manifest import merge_settings
+from holdfast.checkpoint.reader import Bytes, Tensors
+from holdfast.errors import HoldfastError
+from holdfast.progress import say
+from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, forget
+from holdfast.snapshot.peers import pull
+from holdfast.snapshot.place import open_arenas
+from holdfast.snapshot.smallstate import decode, set_random_state
+
+if TYPE_CHECKING:
+    from holdfast.snapshot.snapshots import Snapshots
+
+
+@dataclass(frozen=True)
+class Resumed:
+    step: int
+    in_place: bool = False
+    """memory already holds this step, in the arenas that the run goes on with"""
+    sequence: int = 0
+
+
+@dataclass(frozen=True)
+class Location:
+    """One rank's snapshot somewhere in the run's memory."""
+
+    node: str
+    file: str
+    slot: int
+    rank: int
+    plan: str
+    generation: int
+    step: int
+    sequence: int
+    peer: bool
+
+
+Candidate = dict[int, list[Location]]
+"""rank → where its snapshot of one step lies, the own node first"""
+
+
+def restore(snapshots: "Snapshots") -> Resumed:
+    begin = time.perf_counter()
+    team = snapshots.team
+    reached = max(team.gather(snapshots.reached))
+    held, highest = _everything_held(snapshots)
+    disk: list[list[Any]] = team.gather(_on_disk(snapshots.folder) if team.rank == 0 else None)[0]
+    candidates: list[tuple[int, int, Any]] = [(key[0], 1, candidate) for key, candidate in held.items()]
+    candidates += [(step, 0, path) for step, path in disk]
+    for step, in_memory, candidate in sorted(candidates, key=lambda entry: entry[:2], reverse=True):
+        source = _fill_from_memory(snapshots, candidate) if in_memory else _fill_from_disk(snapshots, candidate)
+        if source is not None:
+            _forget_the_rest(snapshots, step if in_memory else None)
+            lost = max(0, reached - step)
+            seconds = time.perf_counter() - begin
+            snapshots.event("resumed", source=source, step=step, steps_lost=lost, seconds=round(seconds, 4))
+            say(f"resumed from {source} at step {step} in {seconds:.2f} s; {lost} steps to redo")
+            if team.rank == 0:
+                snapshots.quarantine.resumed_from(source, step)
+            return Resumed(step, in_memory == 1 and source == "memory", highest)
+    if disk:
+        raise HoldfastError(
+            f"no checkpoint in {snapshots.folder} can be used (see the lines above); remove them to start afresh"
+        )
+    _forget_the_rest(snapshots, None)
+    return Resumed(0, sequence=highest)
+
+
+def _everything_held(snapshots: "Snapshots") -> tuple[dict[tuple[int, int], Candidate], int]:
+    """(step, generation) → complete candidate, over all nodes; and the highest sequence number given out so far."""
+    team, place = snapshots.team, snapshots.place
+    mine: list[dict[str, Any]] = []
+    if team.first_here:
+        for peer, paths in ((False, place.arenas()), (True, place.peer_arenas())):
+            for arena in open_arenas(paths, place.key):
+                mine += _list_slots(arena, place.node, peer)
+                arena.close()
+    told = [entry for entries in team.gather(mine) for entry in entries]
+    writers = {(e["step"], e["generation"]): e["writers"] for e in told}
+    found: dict[tuple[int, int], Candidate] = defaultdict(lambda: defaultdict(list))
+    for entry in sorted(told, key=lambda entry: entry["peer"]):
+        fields = {name: entry[name] for name in Location.__dataclass_fields__}
+        found[entry["step"], entry["generation"]][entry["rank"]].append(Location(**fields))
+    whole = {
+        key: candidate
+        for key, candidate in found.items()
+        if set(writers[key]) <= set(candidate) and not snapshots.quarantine.holds("memory", key[0])
+    }
+    return whole, max((entry["sequence"] for entry in told), default=0)
+
+
+def _list_slots(arena: Arena, node: str, peer: bool) -> list[dict[str, Any]]:
+    listed = []
+    for index, header in enumerate(arena.headers()):
+        if header.state != READY:
+            continue
+        try:
+            writers = arena.slot(index).small_state(header)["writers"]
+        except DamagedError as error:
+            say(f"{error}; it is left out")
+            continue
+        copy = Location(
+            node, arena.path.name, index, arena.rank, arena.plan, arena.generation, header.step, header.sequence, peer
+        )
+        listed.append({**copy.__dict__, "writers": writers})
+    return listed
+
+
+def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate) -> str | None:
+    """Verifies a candidate and fills the state from it; None, with a word about it, if too little of it is whole."""
+    team, place = snapshots.team, snapshots.place
+    bad = _verify_here(snapshots, [copy for copies in candidate.values() for copy in copies])
+    chosen: dict[int, list[Location]] = {
+        rank: [copy for copy in copies if (copy.node, copy.file, copy.slot) not in bad]
+        for rank, copies in candidate.items()
+    }
+    step = next(iter(candidate.values()))[0].step
+    if not all(chosen.values()):
+        say(f"the snapshot of step {step} in memory cannot be used; trying the next one")
+        snapshots.event("snapshot", step=step, outcome="rejected", reason="; ".join(sorted(bad.values()))[:1000])
+        return None
+    trouble = None
+    small: dict[int, dict[str, Any]] = {}
+    opened: list[Arena] = []
+    try:
+        source = Tensors(f"the snapshot of step {step}", {})
+        for rank, copies in sorted(chosen.items()):
+            copy = next((c for c in copies if c.node == place.node), copies[0])
+            path = place.path / copy.file if copy.node == place.node else pull(place, copy.node, copy.file, copy.slot)
+            arena = Arena(path)
+            opened.append(arena)
+            slot = arena.slot(copy.slot)
+            small[rank] = _add(source, slot)
+        facts = next(iter(small.values()))
+        fill(source, snapshots.state, facts["padded_rows"])
+    except Exception as error:
+        trouble = error
+    agree(trouble, team.group)
+    refuse_unused(source.tensors, snapshots.state, source.origin, team.group)
+    settings = merge_settings([small[rank]["optimizer"] for rank in sorted(small)])
+    snapshots.state.apply_optimizer_settings(settings)
+    mine = small.get(team.rank) if facts["world"] == team.world else None
+    _apply_small(snapshots, (mine or small[min(small)])["extra"], mine["random"] if mine else None)
+    del source
+    for arena in opened:
+        arena.close()
+    return _source_name(chosen)
+
+
+def _source_name(chosen: Candidate) -> str:
+    peers = [copies[0].peer for copies in chosen.values()]
+    return "peer" if all(peers) else "mixed" if any(peers) else "memory"
+
+
+def _verify_here(snapshots: "Snapshots", copies: Sequence[Location]) -> dict[tuple[str, str, int], str]:
+    """What lies on this node is verified by the ranks of this node together; every rank learns of all that is damaged."""
+    team, place = snapshots.team, snapshots.place
+    share, of = team.here.index(team.rank), len(team.here)
+    bad = []
+    for copy in copies:
+        if copy.node != place.node:
+            continue
+        try:
+            arena = Arena(place.path / copy.file)
+            slot = arena.slot(copy.slot)
+            header = slot.header()
+            if header.state != READY or header.step != copy.step:
+                raise DamagedError(f"{slot.origin} no longer holds step {copy.step}")
+            slot.verify(header, share, of)
+        except (DamagedError, FileNotFoundError) as error:
+            bad.append([copy.node, copy.file, copy.slot, str(error)])
+            say(str(error))
+    return {(node, file, slot): why for told in team.gather(bad) for node, file, slot, why in told}
+
+
+class _Memory:
+    """A verified slot's payload as a content that tensors are assembled from."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._payload = slot.payload
+
+    def view(self, begin: int, end: int) -> Bytes:
+        return self._payload[begin:end]
+
+
+def _add(source: Tensors, slot: Slot) -> dict[str, Any]:
+    header = slot.header()
+    layout = slot.layout(header)
+    content = _Memory(slot)
+    for piece, start in zip(layout.pieces, layout.starts, strict=True):
+        source.tensors[piece.name] = (piece.dtype, piece.global_shape)
+        source.add(piece, start, content)
+    return slot.small_state(header)
+
+
+def _on_disk(folder: Path) -> list[list[Any]]:
+    return [[step, str(path)] for step, path in checkpoints_in(folder)]
+
+
+def _fill_from_disk(snapshots: "Snapshots", path: str) -> str | None:
+    state = snapshots.state
+    try:
+        shared = load(path, state)
+    except HoldfastError as error:
+        say(f"checkpoint {path} cannot be used, trying the one before: {error}")
+        snapshots.event("snapshot", outcome="rejected", reason=str(error)[:1000])
+        return None
+    extra = state.per_rank.get("extra", shared.get("extra", {}))
+    _apply_small(snapshots, extra, state.per_rank.get("random"))
+    return "disk"
+
+
+def _apply_small(snapshots: "Snapshots", extra: dict[str, Any], random: Any) -> None:
+    snapshots.extra.set(extra)
+    if random is not None:
+        set_random_state(decode(random))
+
+
+def _forget_the_rest(snapshots: "Snapshots", keep: int | None) -> None:
+    """Memory of steps that the run does not continue from is emptied, so that nobody takes it for newer than what follows."""
+    snapshots.team.gather(None)
+    if snapshots.team.first_here:
+        place = snapshots.place
+        for arena in open_arenas(place.arenas() + place.peer_arenas(), place.key):
+            forget(arena, keep)
+            arena.close()
+    snapshots.team.gather(None)

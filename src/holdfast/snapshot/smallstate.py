@@ -1,0 +1,116 @@
+"""The small state beside the tensors (scheduler, scaler, cursor, random generators) as JSON, and back, exactly.
+
+The invariant: `decode(encode(x)) == x` for everything accepted: what JSON lacks (tuples, bytes, tensors, arrays, other keys than
+strings) is tagged; what cannot be told exactly is refused by name. Nothing is ever executed on the way back.
+"""
+
+import base64
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint.state import DTYPE_NAMES, DTYPES
+from holdfast.errors import HoldfastError
+
+TAG = "holdfast:"
+
+
+def encode(value: Any, where: str = "extra") -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list):
+        return [encode(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+    if isinstance(value, tuple):
+        return {TAG + "tuple": [encode(entry, f"{where}[{i}]") for i, entry in enumerate(value)]}
+    if isinstance(value, bytes):
+        return {TAG + "bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {TAG + "tensor": [DTYPE_NAMES[value.dtype], list(value.shape), base64.b64encode(content).decode()]}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return {TAG + "array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith(TAG) for key in value):
+            return {key: encode(entry, f"{where}.{key}") for key, entry in value.items()}
+        pairs = [[encode(key, where), encode(entry, f"{where}.{key}")] for key, entry in value.items()]
+        return {TAG + "dict": pairs}
+    raise HoldfastError(
+        f"{where} is a {type(value).__name__}, which cannot be kept in a snapshot; "
+        "give numbers, strings, lists, dicts, tensors or arrays"
+    )
+
+
+def decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [decode(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, content),) = value.items()
+        if key.startswith(TAG):
+            return _decode_tagged(key.removeprefix(TAG), content)
+    return {key: decode(entry) for key, entry in value.items()}
+
+
+def _decode_tagged(kind: str, content: Any) -> Any:
+    if kind == "tuple":
+        return tuple(decode(entry) for entry in content)
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "dict":
+        return {decode(key): decode(entry) for key, entry in content}
+    dtype, shape, data = content
+    raw = bytearray(base64.b64decode(data))
+    if kind == "array":
+        return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
+    assert kind == "tensor", kind
+    if not raw:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.frombuffer(raw, dtype=torch.uint8).view(DTYPES[dtype]).reshape(shape)
+
+
+def random_state() -> dict[str, Any]:
+    """All random generators of this rank."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+class Extra:
+    """The user's own small state: objects with `state_dict` and `load_state_dict`, or pairs of a getter and a setter."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._get: dict[str, Callable[[], Any]] = {}
+        self._set: dict[str, Callable[[Any], Any]] = {}
+        for name, part in parts.items():
+            if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+                self._get[name], self._set[name] = part.state_dict, part.load_state_dict
+            elif isinstance(part, tuple) and len(part) == 2 and all(callable(function) for function in part):
+                self._get[name], self._set[name] = part
+            else:
+                raise HoldfastError(
+                    f"extra[{name!r}] is a {type(part).__name__}; give an object with state_dict() and load_state_dict(), "
+                    "or a pair of functions (get, set)"
+                )
+
+    def get(self) -> dict[str, Any]:
+        return {name: encode(get(), f"extra[{name!r}]") for name, get in self._get.items()}
+
+    def set(self, saved: Mapping[str, Any]) -> None:
+        for name, apply in self._set.items():
+            if name in saved:
+                apply(decode(saved[name]))

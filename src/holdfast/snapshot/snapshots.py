@@ -1,0 +1,290 @@
+"""`Snapshots`: the run's whole state in CPU memory at every step, for any training loop.
+
+    snapshots = Snapshots("my-run", model=model, optimizer=optimizer, extra={"scheduler": scheduler}, folder="runs/my-run")
+    step = snapshots.restore()              # 0 on a fresh start
+    while step < steps:
+        forward_backward(...)
+        snapshots.commit()                  # the last snapshot is whole before anything changes the state
+        optimizer.step(); step += 1
+        snapshots.take(step)                # returns at once; copies while the next step computes
+    snapshots.close()
+
+The invariants: a slot is overwritten only when it does not hold the newest step that every rank has; so a crash at any
+instant leaves one common, whole step. Nothing here stops the training for want of memory or disk: a snapshot that cannot
+be taken is counted and reported.
+"""
+
+import faulthandler
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+
+from holdfast.checkpoint.collective import agree
+from holdfast.checkpoint.state import State
+from holdfast.errors import HoldfastError
+from holdfast.journal import Journal
+from holdfast.progress import say
+from holdfast.snapshot.copying import Copy
+from holdfast.snapshot.desk import FINISHED, STOPPED, Desk, desk_name
+from holdfast.snapshot.holder import Holder
+from holdfast.snapshot.place import MEMORY, Place, keeper_alive, remove_stale, write_json
+from holdfast.snapshot.quarantine import Quarantine
+from holdfast.snapshot.resume import restore
+from holdfast.snapshot.smallstate import Extra, encode, random_state
+from holdfast.snapshot.starting import start_keeper
+from holdfast.snapshot.team import Team
+from holdfast.snapshot.wishes import Wishes
+
+KEEPER_CHECK_SECONDS = 2.0
+MOVE_IN_SECONDS = 10.0
+
+
+class Snapshots:
+    """See the module's page. `mode`: `node` keeps every node complete, `peer` divides over all nodes and copies to a
+    peer node."""
+
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        extra: Mapping[str, Any] | None = None,
+        folder: Path | str = ".",
+        *,
+        interval: int = 1,
+        mode: str = "node",
+        memory: Path | str = MEMORY,
+        replica_group: dist.ProcessGroup | None = None,
+        padded_rows: Mapping[str, int] | None = None,
+        layout: Mapping[str, Any] | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        hang_seconds: float = 600.0,
+        kill_hung: bool = False,
+        listen_to_signals: bool = True,
+    ) -> None:
+        self.state = State(model, optimizer, replica_group=replica_group, padded_rows=padded_rows)
+        self.extra = Extra(extra or {})
+        self.folder = Path(folder)
+        self.place = Place.of(name, folder, memory)
+        self.team = Team(self.place)
+        self.stall_seconds = 0.0
+        """How long the training waited for snapshots since the last `take` began: metrics call it snapshot_stall_ms."""
+        self.skipped = 0
+        self._interval, self._layout_note = max(1, interval), dict(layout or {})
+        self._retention = (keep_last, keep_every)
+        self._settings = {
+            "hang_seconds": hang_seconds,
+            "kill_hung": kill_hung,
+            "mode": mode,
+            "nodes": self.team.nodes,
+            "here": self.team.here,
+        }
+        self._journal = Journal(self.folder / "events.jsonl") if self.team.rank == 0 else None
+        self._holder = Holder(self.state, self.team, self.place, mode, self._on_ready)
+        self._copy: Copy | None = None
+        self._committed: int | None = None
+        self._ready, self._sequence, self._step = -1, 0, 0
+        self._stop_agreed = False
+        self._last_keeper_check = 0.0
+        self.quarantine = Quarantine(self.folder)
+        self._move_in()
+        self._wishes = Wishes(self.place.path / "stop", listen_to_signals)
+
+    def _move_in(self) -> None:
+        """Takes this rank's desk, refuses if somebody sits there, and sees to it that the node has a keeper."""
+        trouble: HoldfastError | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.place.make()
+        self.desk = Desk(self.place.path / desk_name(self.team.rank))
+        self.reached = self.desk["step"]
+        """the step that the rank at this desk had reached before"""
+        deadline = time.monotonic() + MOVE_IN_SECONDS
+        while self.desk.occupied() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self.desk.occupied():
+            trouble = HoldfastError(
+                f"a run called {self.place.name} with the folder {self.place.folder} is alive already (process "
+                f"{self.desk['process']} is its rank {self.team.rank}); stop it or choose another name"
+            )
+        try:
+            agree(trouble, self.team.group)
+        except HoldfastError as error:
+            self.event("refused", reason=str(error))
+            raise
+        self.desk.sit_down()
+        if self.team.first_here:
+            (self.place.path / "stop").unlink(missing_ok=True)
+            write_json(self.place.path / "settings.json", self._settings)
+            for removed in remove_stale(self.place.path.parent.parent, self.place):
+                say(f"freed the memory of the run {removed}, which is dead")
+            start_keeper(self.place)
+        self.team.meet()
+        self._say_last_words_at_the_end()
+        self.event("started", world=self.team.world, nodes=len(set(self.team.nodes)), restart=self.desk["restarts"])
+
+    def _say_last_words_at_the_end(self) -> None:
+        """An exception that ends this process is told to the keeper; SIGUSR2 shows where a hung rank stands."""
+        previous = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.desk.say_last_words(f"{kind.__name__}: {error}")
+            previous(kind, error, trace)
+
+        sys.excepthook = hook
+        if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+            self._stacks = open(self.place.path / f"rank-{self.team.rank:05d}.stacks", "w")  # noqa: SIM115
+            faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+
+    def restore(self) -> int:
+        """Fills model, optimizer, extra state and random generators from the newest whole state there is; its step, or 0."""
+        self.desk.beat(1)
+        try:
+            found = restore(self)
+        except HoldfastError as error:
+            self.event("refused", reason=str(error))
+            raise
+        self._step = found.step
+        self._committed = found.step if found.in_place else None
+        self._sequence = found.sequence
+        self.desk["step"] = found.step
+        self.desk.beat(2)
+        return found.step
+
+    def commit(self) -> None:
+        """Waits until the last snapshot is whole. Call it after backward and before anything changes the state."""
+        begin = time.perf_counter()
+        self.desk.beat(3)
+        self._finish_copy()
+        self.team.announce(self._ready, self._wishes.look() is not None)
+        self.desk.beat(2)
+        self.stall_seconds += time.perf_counter() - begin
+
+    def take(self, step: int) -> None:
+        """Begins a snapshot of the state as it is after `step` steps; returns at once."""
+        self.stall_seconds = 0.0
+        begin = time.perf_counter()
+        self._step = step
+        self.desk["step"] = step
+        self._gate()
+        if step % self._interval == 0:
+            self._begin_copy(step)
+        self._look_after_keeper()
+        self.desk.beat(2)
+        self.stall_seconds += time.perf_counter() - begin
+
+    def save(self, step: int) -> None:
+        """Has the keeper write this step to disk, from memory, while training goes on."""
+        self._finish_copy()
+        if self._ready != step:
+            self._gate()
+            self._begin_copy(step)
+            self._finish_copy()
+        if not self._holder.pin(step):
+            self._report("skipped", step, "no snapshot to save to disk")
+        elif self.team.first_here:
+            request = {"kind": "save", "step": step, "retention": self._retention}
+            write_json(self.place.requests / f"{time.time_ns():020d}-save.json", request)
+
+    def stop_requested(self) -> bool:
+        """True on all ranks after the same step, when anybody asked the run to stop. Ask it once per step, after `take`."""
+        wish = self._wishes.look() is not None
+        if self.team.one_node:
+            return self.team.stop_here(self._step, wish)
+        return self._stop_agreed
+
+    def report_nan(self) -> None:
+        """The loss has become NaN or infinite. A snapshot that two resumed runs ended so from is set aside by `restore`."""
+        if self.team.rank == 0:
+            self.quarantine.count()
+
+    def close(self) -> None:
+        """Ends the snapshots of a finished or stopped run. Saves asked for are on disk before the keeper frees the memory."""
+        self._finish_copy()
+        stopped = self._wishes.look() is not None
+        self._holder.close()
+        self.desk["status"] = STOPPED if stopped else FINISHED
+        self.desk.beat(6)
+        self._wishes.close()
+        self.event("finished", step=self._step, stopped=stopped, reason=self._wishes.reason, skipped=self.skipped)
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        if self.team.first_here and not stopped:
+            while self.place.path.exists() and keeper_alive(self.place):
+                time.sleep(0.02)
+
+    def event(self, name: str, **details: Any) -> None:
+        """One line in the run's events.jsonl, from rank 0."""
+        if self._journal is not None:
+            self._journal.event(name, **details)
+
+    def _finish_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is None:
+            return
+        copy.done.wait()
+        if copy.trouble:
+            self._report("discarded", copy.step, copy.trouble)
+        else:
+            self._ready = copy.step
+
+    def _gate(self) -> None:
+        """Learns whether everybody holds what this rank held last; after that the older snapshot may be overwritten."""
+        self._finish_copy()
+        if self.team.one_node and self._ready in (-1, self._committed):
+            return
+        self.desk.beat(5)
+        committed, stop = self.team.committed(self._ready)
+        self._committed = committed if committed is not None else self._committed
+        self._stop_agreed |= stop
+
+    def _begin_copy(self, step: int) -> None:
+        self.desk.beat(4)
+        try:
+            self._holder.prepare(len(orjson.dumps(self._small_state())))
+        except HoldfastError as error:
+            self.event("refused", reason=str(error))
+            raise
+        self._sequence += 1
+        small = orjson.dumps(self._small_state())
+        self._copy = self._holder.begin(step, self._sequence, small, self._committed)
+        if self._copy is None:
+            self._report("skipped", step, "every slot is being written to disk and there is no memory for another")
+
+    def _on_ready(self, step: int) -> None:
+        self.desk["ready"] = step
+
+    def _small_state(self) -> dict[str, Any]:
+        return {
+            "extra": self.extra.get(),
+            "random": encode(random_state(), "random state"),
+            "optimizer": self.state.optimizer_settings(),
+            "padded_rows": self.state.padded_rows,
+            "layout": self._layout_note,
+            "world": self.team.world,
+            "here": self.team.here,
+            **self._holder.plan,
+        }
+
+    def _look_after_keeper(self) -> None:
+        """A keeper that died is replaced; the new one finds everything where it was."""
+        now = time.monotonic()
+        if self.team.first_here and now - self._last_keeper_check > KEEPER_CHECK_SECONDS:
+            self._last_keeper_check = now
+            if not keeper_alive(self.place):
+                start_keeper(self.place)
+
+    def _report(self, what: str, step: int, reason: str) -> None:
+        self.skipped += 1
+        self.desk["skipped"] = self.skipped
+        say(f"snapshot of step {step} {what}: {reason}")
+        self.event("snapshot", step=step, outcome=what, reason=reason)

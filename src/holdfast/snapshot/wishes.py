@@ -1,0 +1,43 @@
+"""Wishes to stop: signals of the scheduler, files in the run folder, `holdfast persist --stop`.
+
+The invariant: a handler only notes the wish; every rank acts on it after the same step. Files asked for: `persist` or
+`error.txt`.
+"""
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+TRIGGERS = ("persist", "error.txt")
+
+
+class Wishes:
+    """What this rank has been asked. SIGTERM comes from torchrun, Slurm and Kubernetes; SIGUSR1 from Slurm's `--signal`."""
+
+    def __init__(self, stop_file: Path, listen: bool) -> None:
+        self._stop_file = stop_file
+        self.reason: str | None = None
+        self._previous: dict[int, Any] = {}
+        if listen and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._previous[number] = signal.signal(number, self._noted)
+
+    def _noted(self, number: int, frame: FrameType | None) -> None:
+        self.reason = signal.Signals(number).name
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)
+
+    def look(self) -> str | None:
+        """The reason to stop, if there is one."""
+        # the keeper watches the run folder, which may be a slow, shared one; this file lies in memory
+        if self.reason is None and self._stop_file.exists():
+            self.reason = self._stop_file.read_text() or "asked"
+        return self.reason
+
+    def close(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._previous.clear()
