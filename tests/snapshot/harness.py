@@ -1,0 +1,354 @@
+"""Real ranks that train a tiny model with snapshots, a launcher that restarts them as torchelastic does, and faults to inject.
+
+Ranks are forked from a server that has imported torch once, so that a world of two is up in a fraction of a second. Every rank
+writes what it sees to `trace.jsonl` in the run folder: the hash of the whole state after `restore` and at the end.
+"""
+
+import ctypes
+import hashlib
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.journal import Journal, read_journal
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "holdfast.snapshot.snapshots",
+    ]
+)
+PATIENCE = 120.0
+
+
+@dataclass
+class Fault:
+    """What to do to a rank, when and where: at `step`, at `point`, in the given attempts."""
+
+    do: str
+    rank: int = 0
+    step: int = 5
+    point: str = "stepped"  # forward | backward | stepped (before take) | taken | copying | restoring | saved
+    attempts: tuple[int, ...] = (0,)
+
+
+@dataclass
+class Run:
+    """One run of the tiny model: where, how long, in which layout, with what going wrong."""
+
+    folder: Path
+    memory: Path
+    world: int = 2
+    steps: int = 12
+    layout: str = "ddp"
+    faults: list[Fault] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    width: int = 16
+    slow_copy: dict[int, float] = field(default_factory=dict)
+    save_every: int = 0
+    pace: float = 0.0
+    commit: bool = True
+    nodes: int = 1
+    name: str = "tiny"
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        return [e for e in read_journal(self.folder / "events.jsonl") if name in (None, e["event"])]
+
+    def trace(self, what: str) -> list[dict[str, Any]]:
+        return [e for e in read_journal(self.folder / "trace.jsonl") if e["event"] == what]
+
+    def memory_of(self, rank: int) -> Path:
+        return self.memory / f"node{rank * self.nodes // self.world}" if self.nodes > 1 else self.memory
+
+
+def model_of(run: Run) -> Any:
+    import torch
+
+    torch.manual_seed(7)
+    return torch.nn.Sequential(
+        torch.nn.Linear(run.width, 4 * run.width),
+        torch.nn.Dropout(0.1),
+        torch.nn.ReLU(),
+        torch.nn.Linear(4 * run.width, run.width),
+    )
+
+
+def build(run: Run) -> tuple[Any, Any]:
+    import torch
+
+    model = model_of(run)
+    if run.layout == "ddp" and run.world > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif run.layout == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    elif run.layout == "tp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (run.world // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def state_hash(model: Any, optimizer: Any) -> str:
+    """The whole state by global names, whatever the layout: equal states have equal hashes."""
+    import torch
+
+    from holdfast.checkpoint.state import State
+
+    state = State(model, optimizer)
+    digest = hashlib.sha256()
+    tensors = {f"model.{name}": p.detach() for name, p in state.parameters.items()}
+    for name, entry in state.optimizer_state():
+        tensors |= {f"{name}.{key}": value for key, value in entry.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in sorted(tensors.items()):
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        digest.update(name.encode() + whole.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def train(rank: int, attempt: int, run: Run, store: str) -> None:
+    """One rank's life."""
+    import torch
+    import torch.distributed as dist
+
+    from holdfast.snapshot import Snapshots
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world), TORCHELASTIC_RESTART_COUNT=str(attempt)
+    )
+    if run.world > 1 or run.layout != "ddp":
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{store}-{attempt}", run.world), rank=rank, world_size=run.world
+        )
+    trace = Journal(run.folder / "trace.jsonl")
+    model, optimizer = build(run)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    seen: list[int] = []
+    snapshots = Snapshots(
+        run.name,
+        model=model,
+        optimizer=optimizer,
+        extra={
+            "scheduler": scheduler,
+            "seen": (lambda: list(seen), lambda saved: seen.__setitem__(slice(None), saved)),
+        },
+        folder=run.folder,
+        memory=run.memory_of(rank),
+        **run.options,
+    )
+    if rank in run.slow_copy:
+        slow_down(snapshots, run.slow_copy[rank])
+    at = Injector(rank, attempt, run.faults, model, snapshots)
+    at("restoring", 0)
+    step = snapshots.restore()
+    if not step:
+        torch.manual_seed(100 + rank)
+    trace.event("restored", rank=rank, attempt=attempt, step=step, hash=state_hash(model, optimizer), seen=list(seen))
+    data = torch.Generator()
+    while step < run.steps:
+        data.manual_seed(step * 1000 + (0 if run.layout == "tp" else rank))
+        at("forward", step)
+        loss = model(torch.randn(4, run.width, generator=data)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        at("backward", step)
+        if run.commit:
+            snapshots.commit()
+        at("committed", step)
+        optimizer.step()
+        scheduler.step()
+        step += 1
+        seen.append(step)
+        at("stepped", step)
+        snapshots.take(step)
+        at("taken", step)
+        if run.save_every and step % run.save_every == 0:
+            snapshots.save(step)
+            at("saved", step)
+        time.sleep(run.pace)
+        if snapshots.stop_requested():
+            break
+    snapshots.commit()
+    final = state_hash(model, optimizer)
+    trace.event(
+        "ended",
+        rank=rank,
+        attempt=attempt,
+        step=step,
+        hash=final,
+        seen=list(seen),
+        skipped=snapshots.skipped,
+        pid=os.getpid(),
+    )
+    snapshots.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def slow_down(snapshots: Any, seconds: float) -> None:
+    """Makes this rank's copies take long: the header says WRITING and half of the payload is new for all that time."""
+    from holdfast.snapshot.copying import Copier
+
+    original = Copier._copy_from_host
+
+    def slow(self: Any, slot: Any, index: int) -> None:
+        time.sleep(seconds / len(self._on_host))
+        original(self, slot, index)
+
+    Copier._copy_from_host = slow  # type: ignore[method-assign]
+
+
+class Injector:
+    """Does a fault to its own process at the point where it is due."""
+
+    def __init__(self, rank: int, attempt: int, faults: list[Fault], model: Any, snapshots: Any) -> None:
+        self._faults = [f for f in faults if f.rank in (rank, -1) and attempt in f.attempts]
+        self._model, self._snapshots = model, snapshots
+
+    def __call__(self, point: str, step: int) -> None:
+        for fault in self._faults:
+            if fault.point == point and fault.step in (step, -1):
+                self._do(fault.do)
+
+    def _do(self, what: str) -> None:
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "kill while writing":
+            wait_for(lambda: any(h.state == 1 for h in self._snapshots._holder.arena.headers()), "a slot to be WRITING")
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "segfault":
+            ctypes.string_at(0)
+        elif what == "abort":
+            os.abort()
+        elif what == "raise":
+            raise RuntimeError("injected: the forward pass failed")
+        elif what == "out of memory":
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+            bytearray(64 << 30)
+        elif what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif what == "hold the interpreter":
+            ctypes.PyDLL(None).sleep(600)
+        elif what == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif what == "usr1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif what == "kill keeper":
+            kill_keeper(self._snapshots.place)
+        elif what == "break the copy":
+            self._snapshots._holder._copier._tensors[0] = None
+        elif what == "mutate":
+            with __import__("torch").no_grad():
+                next(iter(self._model.parameters())).add_(0)
+        else:
+            getattr(sys.modules[__name__], what)(self._snapshots)
+
+
+def keeper_process(place: Any) -> int:
+    from holdfast.snapshot.place import keeper_alive, read_json
+
+    wait_for(lambda: keeper_alive(place) and read_json(place.path / "keeper.json"), "a keeper")
+    return int(read_json(place.path / "keeper.json")["process"])
+
+
+def kill_keeper(place: Any) -> None:
+    os.kill(keeper_process(place), signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.005)
+    return found
+
+
+@dataclass
+class Launched:
+    """The ranks of one attempt."""
+
+    ranks: list[Any]
+
+    def wait(self, run: Run) -> bool:
+        """True when all ended well; at the first failure the others are killed, as torchelastic does."""
+        deadline = time.monotonic() + PATIENCE
+        while any(rank.is_alive() for rank in self.ranks):
+            if any(rank.exitcode not in (None, 0) for rank in self.ranks) or time.monotonic() > deadline:
+                self.kill()
+                break
+            time.sleep(0.01)
+        for rank in self.ranks:
+            rank.join(PATIENCE)
+        assert time.monotonic() < deadline, f"{run.folder}: the ranks did not end"
+        return all(rank.exitcode == 0 for rank in self.ranks)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            if rank.is_alive():
+                os.kill(rank.pid, signal.SIGCONT)
+                rank.kill()
+
+
+def launch(run: Run, attempt: int = 0) -> Launched:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    store = tempfile.mktemp(prefix="store-", dir=run.folder)
+    ranks = [context.Process(target=train, args=(rank, attempt, run, store)) for rank in range(run.world)]
+    for rank in ranks:
+        rank.start()
+    return Launched(ranks)
+
+
+def run_to_the_end(run: Run, restarts: int = 3, between: Callable[[int], None] | None = None) -> int:
+    """Launches and relaunches until the run ends well; the number of restarts it took."""
+    for attempt in range(restarts + 1):
+        if launch(run, attempt).wait(run):
+            return attempt
+        if between is not None:
+            between(attempt)
+    raise AssertionError(f"the run failed {restarts + 1} times: {run.events()} {run.trace('restored')}")
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A folder in memory of this test's own; nothing may be left in it but what the test says."""
+    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    try:
+        yield path
+    finally:
+        for place in path.rglob("run.json"):
+            from holdfast.snapshot.place import read_json
+
+            keeper = read_json(place.parent / "keeper.json")
+            if keeper and b"holdfast.snapshot.keeper" in _command(keeper["process"]):
+                os.kill(keeper["process"], signal.SIGKILL)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _command(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def nothing_left(memory: Path) -> bool:
+    """No arena, desk or other file, and no keeper."""
+    return not [path for path in memory.rglob("*") if path.is_file()]
