@@ -71,6 +71,11 @@ def chunk_ranges(size: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + CHUNK, size)
 
 
+def checksum_chunks(content: memoryview) -> list[str]:
+    """The checksums of a whole shard's chunks."""
+    return [chunk_checksum(content[begin:end]) for begin, end in chunk_ranges(len(content))]
+
+
 def encode(manifest: Manifest) -> bytes:
     record = asdict(manifest)
     return orjson.dumps({"checksum": _checksum(record), **record}, option=orjson.OPT_INDENT_2)
