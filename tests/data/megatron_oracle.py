@@ -63,3 +63,44 @@ def megatron_gpt_splits(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return BlendedMegatronDatasetBuilder(GPTDataset, list(samples), lambda: True, config).build()
+
+
+class OracleWordPieces(OracleTokenizer):
+    """A word-piece vocabulary of numbers: ids from 5 on are words and, every third of them, continuations."""
+
+    def __init__(self, vocab_size: int = 1000) -> None:
+        super().__init__(vocab_size, eod=3)
+        self.pad, self.cls, self.sep, self.mask = 0, 2, 3, 4
+        self.inv_vocab = {number: f"##{number}" if number % 3 == 0 else str(number) for number in range(vocab_size)}
+
+
+def megatron_bert_samples(prefix: str, num_samples: int | None, seq_length: int, seed: int, folder: Path) -> Any:
+    """megatron-core's BERT dataset over all documents, without short sequences. It asks torch.distributed for its rank."""
+    import torch.distributed as dist
+    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    config = BERTMaskedWordPieceDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=([prefix], None),
+        split="1",
+        tokenizer=OracleWordPieces(),
+        path_to_cache=str(folder / "oracle"),
+        masking_probability=0.15,
+        short_sequence_probability=0.0,
+        masking_max_ngram=1,
+        masking_do_full_word=False,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=True,
+    )
+    data = IndexedDataset(prefix)
+    documents = np.arange(len(data.document_indices) - 1, dtype=np.int32)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        return BERTMaskedWordPieceDataset(data, prefix, documents, num_samples, Split.train, config)
+    finally:
+        dist.destroy_process_group()

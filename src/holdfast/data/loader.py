@@ -5,11 +5,11 @@ Prefetching only guesses the next call; a wrong guess costs time and changes not
 torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from holdfast.errors import HoldfastError, UsageError
 
 # Steps that are read ahead of the one being trained on.
 PREFETCHED_STEPS = 2
+
+B = TypeVar("B")
+M = TypeVar("M", "MicroBatch", "BertMicroBatch")
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,37 @@ class MicroBatch:
     """[B, T] int32, rising within a row; a token attends to earlier ones of its own document. None: to all earlier ones."""
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same on another device; from page-locked memory the copy overlaps with what the device computes."""
+        return _moved(self, device)
 
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        return MicroBatch(
-            self.tokens.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.loss_mask.to(device, non_blocking=True),
-            move(self.position_ids),
-            move(self.document_ids),
-        )
+@dataclass(frozen=True)
+class BertMicroBatch:
+    """B samples of T tokens for BERT."""
+
+    tokens: Tensor
+    """[B, T] int64, masked."""
+    tokentype_ids: Tensor
+    """[B, T] int64, 0 in the first segment and 1 in the second."""
+    labels: Tensor
+    """[B, T] int64, the original token where one is to be predicted, -1 elsewhere."""
+    loss_mask: Tensor
+    """[B, T] float32, 1 where a token is to be predicted."""
+    padding_mask: Tensor
+    """[B, T] bool, True where there is a token."""
+    is_random: Tensor
+    """[B] int64, 1 where the second segment does not follow the first."""
+
+    def to(self, device: torch.device | str) -> "BertMicroBatch":
+        return _moved(self, device)
+
+
+def _moved(batch: M, device: torch.device | str) -> M:
+    """The same on another device; from page-locked memory the copy overlaps with what the device computes."""
+    tensors: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    moved: dict[str, Any] = {
+        name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
+    }
+    return replace(batch, **moved)
 
 
 @dataclass(frozen=True)
@@ -70,7 +92,7 @@ class DocumentRules:
             )
 
 
-class Batches:
+class RankBatches(Generic[B]):
     """`get(consumed_samples, global_batch_size)` gives this rank's micro batches of the step that begins there.
 
     Sample order within a step is Megatron's: micro batch m of rank r holds the `micro_batch_size` samples from
@@ -84,18 +106,20 @@ class Batches:
         *,
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
-        rules: DocumentRules | None = None,
         num_workers: int = 2,
         pin_memory: bool | None = None,
     ) -> None:
         self.samples, self.micro_batch_size = samples, micro_batch_size
         self.rank, self.ranks = data_parallel_rank, data_parallel_size
-        self.rules = rules or DocumentRules()
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._threads = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
-        self._ahead: dict[tuple[int, int], list[Future[MicroBatch]]] = {}
+        self._ahead: dict[tuple[int, int], list[Future[B]]] = {}
 
-    def get(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+    def assemble(self, samples: Sequence[Any]) -> B:
+        """A micro batch of these samples."""
+        raise NotImplementedError
+
+    def get(self, consumed_samples: int, global_batch_size: int) -> list[B]:
         rows = self.sample_numbers(consumed_samples, global_batch_size)
         if self._threads is None:
             return [self._read(row) for row in rows]
@@ -131,31 +155,8 @@ class Batches:
             for start in range(first, consumed_samples + global_batch_size, chunk)
         ]
 
-    def _read(self, row: Sequence[int]) -> MicroBatch:
-        return self.assemble(np.stack([self.samples[number] for number in row]))
-
-    def assemble(self, text: npt.NDArray[np.int64]) -> MicroBatch:
-        """A micro batch from samples [B, T + 1]."""
-        tokens = np.ascontiguousarray(text[:, :-1])
-        labels = np.ascontiguousarray(text[:, 1:])
-        loss_mask = np.ones(tokens.shape, dtype=np.float32)
-        position_ids = document_ids = None
-        rules = self.rules
-        if rules.eod is not None:
-            ends = tokens == rules.eod
-            if rules.eod_mask_loss:
-                loss_mask[ends] = 0.0
-            if rules.reset_position_ids:
-                position_ids = positions_in_documents(ends)
-            if rules.reset_attention_mask:
-                document_ids = documents_of_tokens(ends)
-        return MicroBatch(
-            self._tensor(tokens),
-            self._tensor(labels),
-            self._tensor(loss_mask),
-            None if position_ids is None else self._tensor(position_ids),
-            None if document_ids is None else self._tensor(document_ids),
-        )
+    def _read(self, row: Sequence[int]) -> B:
+        return self.assemble([self.samples[number] for number in row])
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -172,6 +173,67 @@ class Batches:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Batches(RankBatches[MicroBatch]):
+    """Batches of GPT samples."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        micro_batch_size: int,
+        *,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        rules: DocumentRules | None = None,
+        num_workers: int = 2,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__(
+            samples,
+            micro_batch_size,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+        )
+        self.rules = rules or DocumentRules()
+
+    def assemble(self, samples: Sequence[npt.NDArray[np.int64]]) -> MicroBatch:
+        text = np.stack(samples)
+        tokens = np.ascontiguousarray(text[:, :-1])
+        labels = np.ascontiguousarray(text[:, 1:])
+        loss_mask = np.ones(tokens.shape, dtype=np.float32)
+        position_ids = document_ids = None
+        rules = self.rules
+        if rules.eod is not None:
+            ends = tokens == rules.eod
+            if rules.eod_mask_loss:
+                loss_mask[ends] = 0.0
+            if rules.reset_position_ids:
+                position_ids = self._tensor(positions_in_documents(ends))
+            if rules.reset_attention_mask:
+                document_ids = self._tensor(documents_of_tokens(ends))
+        return MicroBatch(
+            self._tensor(tokens), self._tensor(labels), self._tensor(loss_mask), position_ids, document_ids
+        )
+
+
+class BertBatches(RankBatches[BertMicroBatch]):
+    """Batches of BERT samples."""
+
+    def assemble(self, samples: Sequence[Mapping[str, Any]]) -> BertMicroBatch:
+        def stacked(key: str, dtype: npt.DTypeLike = np.int64) -> Tensor:
+            return self._tensor(np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples]))
+
+        return BertMicroBatch(
+            tokens=stacked("text"),
+            tokentype_ids=stacked("types"),
+            labels=stacked("labels"),
+            loss_mask=stacked("loss_mask", np.float32),
+            padding_mask=stacked("padding_mask", np.bool_),
+            is_random=stacked("is_random"),
+        )
 
 
 def documents_of_tokens(ends: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
