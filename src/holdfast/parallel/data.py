@@ -1,6 +1,7 @@
 """Data parallelism: gradients of replicas added up in buckets while backward still runs, or weights sharded by FSDP2.
 
-Losses are already divided by the whole batch, so gradients are summed, never averaged.
+Losses are already divided by the whole batch, so gradients are summed. FSDP2 averages instead (only NCCL can be told not to), and
+whoever runs the passes multiplies the loss by the number of ranks first.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from holdfast.parallel.tensor import local, transformer_layers
 
@@ -91,6 +92,3 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     for layer in transformer_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)

@@ -120,7 +120,7 @@ def is_cut_over(tensor: Tensor, axis: str) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
-    return any(name == axis and isinstance(p, Shard) for name, p in zip(names, tensor.placements, strict=True))
+    return any(name == axis and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
 
 
 def fill(parameter: Tensor, value: Tensor) -> None:
