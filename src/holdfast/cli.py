@@ -16,6 +16,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "fetch-storm": ("holdfast.assets.command:fetch_storm", "make many ranks fetch at once, and count the downloads"),
     "tokenizer train": ("holdfast.data.command:train_tokenizer", "learn a tokenizer from your own text"),
     "preprocess": ("holdfast.data.command:preprocess", "text to a Megatron dataset (.bin/.idx)"),
+    "train": ("holdfast.train.command:train_command", "pretrain GPT or BERT, any TP × PP × DP, and hold on to the run"),
+    "generate": (
+        "holdfast.generation.command:generate_command",
+        "text from a run, a checkpoint or a Hugging Face folder",
+    ),
     "convert": ("holdfast.conversion.command:convert", "Megatron ↔ Hugging Face ↔ Holdfast, exact, any layout"),
 }
 

@@ -1,0 +1,3 @@
+from holdfast.train.command import worker_main
+
+worker_main()

@@ -1,0 +1,119 @@
+"""`--dry-run`: what a layout means, in words and bytes, worked out on one machine for any number of ranks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.config import Config
+from holdfast.models.flops import flops_per_token
+from holdfast.models.gpt import GPT
+from holdfast.parallel.layout import Layout, padded_vocab_size, stage_layers
+from holdfast.train.schedule import batches_of
+
+CUT_BY_TENSOR = (
+    "linear_qkv.",
+    "linear_fc1",
+    "linear_proj.weight",
+    "linear_fc2.weight",
+    "word_embeddings.",
+    "output_layer.",
+)
+STATE_BYTES = 12  # fp32 weight and two Adam moments
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """What one rank of a pipeline position holds."""
+
+    parameters: int
+    optimizer_bytes: int
+    activation_bytes: int
+
+
+def parameters_per_rank(config: Config, layout: Layout) -> list[int]:
+    """Parameters on each rank of a pipeline position, after tensor and shard cuts."""
+    assert config.model.vocab_size is not None
+    stages = stage_layers(config.model, config.parallel)
+    counts = [0] * layout.pipeline
+    for stage, layers in enumerate(stages):
+        with torch.device("meta"):
+            part = GPT(
+                config.model,
+                vocab_size=config.model.vocab_size,
+                padded_vocab_size=padded_vocab_size(config.model.vocab_size, config.model, layout.tensor),
+                max_positions=config.model.max_position_embeddings or config.data.seq_length,
+                layers=layers,
+                is_first=stage == 0,
+                is_last=stage == len(stages) - 1,
+            )
+        for name, parameter in part.named_parameters():
+            cut = layout.tensor if any(piece in name for piece in CUT_BY_TENSOR) else 1
+            counts[stage % layout.pipeline] += -(-parameter.numel() // (cut * layout.shard))
+    return counts
+
+
+def activation_bytes(config: Config, layout: Layout) -> int:
+    """Kept between forward and backward on the first pipeline rank, without the s² term that fused attention never stores.
+
+    Per layer and micro batch 34·s·b·h bytes in 16 bits, of which 24 are cut by tensor parallelism and all with sequence
+    parallelism; with full recomputation only the layer's input; times the micro batches in flight on the first stage.
+    """
+    model, train = config.model, config.train
+    stages = stage_layers(config.model, config.parallel)
+    layers = sum(len(stages[stage]) for stage in range(0, len(stages), layout.pipeline))
+    unit = config.data.seq_length * train.micro_batch_size * model.hidden_size
+    if train.recompute_granularity == "full":
+        factor = 2.0
+    else:
+        spared = 8 if train.recompute_granularity == "selective" else 0
+        cut = (24 - spared) / layout.tensor
+        factor = cut + (10 / layout.tensor if config.parallel.sequence_parallel else 10)
+    width = 1 if train.bf16 or train.fp16 else 2
+    return int(unit * factor * width * layers * layout.pipeline)
+
+
+def describe(config: Config, layout: Layout) -> str:
+    """The layout in words: who does what, what it costs, what a step is."""
+    model, train = config.model, config.train
+    assert model.vocab_size is not None and train.global_batch_size is not None
+    padded = padded_vocab_size(model.vocab_size, model, layout.tensor)
+    stages = stage_layers(model, config.parallel)
+    counts = parameters_per_rank(config, layout)
+    total = sum(counts) * layout.tensor * layout.shard
+    micro = train.global_batch_size // (train.micro_batch_size * layout.data)
+    iterations = batches_of(config, layout.data).iterations(train.train_iters)
+    tokens = train.global_batch_size * config.data.seq_length
+    lines = [
+        f"{layout.words()} on {config.parallel.nnodes} node(s) × {config.parallel.nproc_per_node}",
+        f"vocabulary {model.vocab_size:,} padded to {padded:,}; parameters about {total / 1e9:.3f} G",
+        f"global batch {train.global_batch_size:,} samples = {micro} micro batches of {train.micro_batch_size} on each of "
+        f"{layout.data} data-parallel ranks; {tokens:,} tokens per step, {iterations:,} steps",
+        f"FLOPs per token (forward and backward): {flops_per_token(model, config.data.seq_length, padded) / 1e9:,.3f} G",
+        f"activations kept on a rank of the first stage: about {activation_bytes(config, layout) / 2**30:.2f} GiB",
+    ]
+    per_stage = layout.world // layout.pipeline
+    for place, count in enumerate(counts):
+        mine = [stages[stage] for stage in range(place, len(stages), layout.pipeline)]
+        layers = ", ".join(f"{part.start}-{part.stop - 1}" if len(part) else "none" for part in mine)
+        ranks = f"{place * per_stage}-{(place + 1) * per_stage - 1}" if per_stage > 1 else f"{place}"
+        lines.append(
+            f"pipeline rank {place} (ranks {ranks}): layers {layers}; per rank {count:,} parameters, "
+            f"{count * STATE_BYTES / 2**30:.2f} GiB weights and optimizer, {count * 4 / 2**30:.2f} GiB gradients"
+        )
+    lines += rank_lines(layout)
+    return "\n".join(lines)
+
+
+def rank_lines(layout: Layout, most: int = 8) -> list[str]:
+    """The first ranks and the last one, each with its coordinates."""
+    shown = list(range(min(layout.world, most)))
+    if layout.world > most:
+        shown.append(layout.world - 1)
+    lines = []
+    for rank in shown:
+        place = layout.coordinate(rank)
+        data = place["replica"] * layout.shard + place["shard"]
+        lines.append(f"rank {rank}: pipeline {place['pipeline']}, data {data}, tensor {place['tensor']}")
+        if rank == most - 1 and layout.world > most + 1:
+            lines.append("...")
+    return lines

@@ -1,0 +1,198 @@
+"""The story of a training run, as one rank lives it.
+
+A step is a pure function of the state and of how many samples were consumed: the batch comes from (seed, consumed samples), the
+dropout from (seed, step), the learning rate from the consumed samples. So a run that was killed and resumed ends as one that
+was not.
+"""
+
+import gc
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.config import Config
+from holdfast.models.flops import flops_per_token
+from holdfast.parallel.layout import Layout, padded_vocab_size
+from holdfast.parallel.mesh import Grid
+from holdfast.parallel.pipeline import TiedEmbedding
+from holdfast.progress import say
+from holdfast.train.families import Feed, build_parts, compute_dtype
+from holdfast.train.holding import Holding, Progress
+from holdfast.train.metrics import Iteration, Reporter
+from holdfast.train.optim import GradientNorm, build_loss_scale, build_optimizer, scale_gradients
+from holdfast.train.schedule import Batches, batches_of, schedule_of
+from holdfast.train.signals import StopRequests
+from holdfast.train.step import Passes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: after all its steps, or stopped on request with its state on disk."""
+
+    step: int
+    finished: bool
+
+
+def run_rank(config: Config, grid: Grid, feed: Feed) -> Outcome:
+    """Trains from wherever the run stands to its end."""
+    return _Run(config, grid, feed).to_the_end()
+
+
+class _Run:
+    def __init__(self, config: Config, grid: Grid, feed: Feed) -> None:
+        self.config, self.grid, self.feed = config, grid, feed
+        assert config.model.vocab_size is not None
+        self.parts = build_parts(config, grid, config.model.vocab_size)
+        tied = TiedEmbedding(self.parts, grid, not config.model.untie_embeddings_and_output_weights)
+        self.passes = Passes(self.parts, grid, tied, self._shapes())
+        self.norm = GradientNorm(self.parts, grid, tied.copy)
+        self.optimizer = build_optimizer(self.parts, config.optimizer)
+        self.loss_scale = build_loss_scale(config.optimizer) if config.train.fp16 else None
+        self.batches: Batches = batches_of(config, grid.layout.data)
+        self.schedule = schedule_of(config, self.batches)
+        self.iterations = self.batches.iterations(config.train.train_iters)
+        self.progress = Progress()
+        self.stop = StopRequests(config.train.save)
+        self.holding = Holding(config, grid, self.parts, self.optimizer, self.progress, self.loss_scale)
+        self.pending: Iteration | None = None
+        self.stop_agreed = False
+
+    def _shapes(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "micro_batch_size": config.train.micro_batch_size,
+            "seq_length": config.data.seq_length,
+            "hidden_size": config.model.hidden_size,
+            "sequence_cut": self.grid.layout.tensor if config.parallel.sequence_parallel else 1,
+            "dtype": compute_dtype(config),
+        }
+
+    def to_the_end(self) -> Outcome:
+        config, progress = self.config, self.progress
+        self.holding.restore()
+        self.reporter = self._reporter(self.grid.layout)
+        gc.freeze()
+        saved = progress.step
+        while progress.step < self.iterations and not self.stop_agreed:
+            self.one_step()
+            if config.train.eval_interval and progress.step % config.train.eval_interval == 0:
+                self.evaluate()
+            if config.train.save_interval and progress.step % config.train.save_interval == 0:
+                self.report_pending()
+                self.holding.save()
+                saved = progress.step
+                self.reporter.restart_clock()
+        self.report_pending()
+        if saved != progress.step or self.stop_agreed:
+            self.holding.save()
+        finished = progress.step >= self.iterations
+        self.holding.close(finished, persisted_early=self.stop_agreed and not finished)
+        self.reporter.close()
+        return Outcome(progress.step, finished)
+
+    def one_step(self) -> None:
+        """One batch, one gradient, one change of the weights (or none, if the gradient is not finite)."""
+        progress = self.progress
+        size = self.batches.size(progress.consumed_samples)
+        lr = self.schedule.lr(progress.consumed_samples)
+        seed_dropout(self.config, progress.step, self.grid)
+        batch = self.feed.training(progress.consumed_samples, size)
+        scale = self.loss_scale.scale if self.loss_scale else 1.0
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.passes.gradients(batch, scale)
+        wants_stop = torch.tensor(float(self.stop.requested()), device=self.grid.device)
+        self.holding.commit()  # the last snapshot is whole before this exchange: it is the commit barrier
+        sums = self.norm.reduce(loss, wants_stop)
+        sums[0] /= scale
+        self.report_pending()  # the step before this one has surely finished
+        overflow = self.update_weights(sums[0], scale, lr)
+        if self.loss_scale:
+            self.loss_scale.update(overflow)
+        progress.advance(size, size * self.config.data.seq_length, overflow)
+        self.pending = Iteration(
+            progress.step,
+            lr,
+            size,
+            progress.consumed_samples,
+            progress.consumed_tokens,
+            sums,
+            self.holding.take(),
+            scale if self.loss_scale else None,
+        )
+
+    def update_weights(self, norm: Tensor, scale: float, lr: float) -> bool:
+        """Clips and steps; returns whether the step was skipped because the gradient was not finite."""
+        value = float(norm)
+        if not math.isfinite(value):
+            return True
+        clip = self.config.optimizer.clip_grad
+        factor = 1.0 / scale
+        if clip > 0:
+            factor *= min(1.0, clip / (value + 1e-6))
+        if factor != 1.0:
+            scale_gradients(self.parts, torch.tensor(factor, device=self.grid.device))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return False
+
+    def evaluate(self) -> None:
+        """Mean loss over eval_iters batches of the validation split; told with the iteration it follows."""
+        train = self.config.train
+        start = (self.progress.step // train.eval_interval - 1) * train.eval_iters * self.batches.full
+        total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+        for part in self.parts:
+            part.eval()
+        for index in range(train.eval_iters):
+            batch = self.feed.validation(start + index * self.batches.full, self.batches.full)
+            if batch is None:
+                break
+            total += self.passes.loss(batch).double() / train.eval_iters
+        for part in self.parts:
+            part.train()
+        dist.all_reduce(total)
+        if self.pending is not None and self.feed.has_validation:
+            loss = float(total)
+            self.pending.extra = {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 50.0))}
+        self.report_pending()
+        self.reporter.restart_clock()
+
+    def report_pending(self) -> None:
+        if self.pending is None:
+            return
+        self.stop_agreed = self.stop_agreed or float(self.pending.sums[2]) > 0
+        self.reporter.report(self.pending, self.progress.skipped)
+        self.pending = None
+
+    def _reporter(self, layout: Layout) -> Reporter:
+        config = self.config
+        assert config.model.vocab_size is not None
+        padded = padded_vocab_size(config.model.vocab_size, config.model, layout.tensor)
+        return Reporter(
+            self.holding.folder,
+            active=self.grid.rank == 0,
+            iterations=self.iterations,
+            log_interval=config.log.log_interval,
+            flops_per_token=flops_per_token(config.model, config.data.seq_length, padded),
+            tokens_per_sample=config.data.seq_length,
+            world=layout.world,
+            device=self.grid.device,
+            tensorboard=config.log.tensorboard,
+        )
+
+
+def seed_dropout(config: Config, step: int, grid: Grid) -> None:
+    """Dropout is drawn from (seed, step, data rank, stage): the same after a resume, equal on tensor-parallel ranks."""
+    if config.model.hidden_dropout or config.model.attention_dropout:
+        place = f"{config.train.seed}:{step}:{grid.data_rank}:{grid.index('pipeline')}"
+        digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") % 2**63)
+
+
+def tell_start(config: Config, layout: Layout) -> None:
+    say(f"training {config.model.model_type} on {layout.words()}")

@@ -1,0 +1,149 @@
+"""What the run tells: the iteration line in Megatron's form, metrics.jsonl, TensorBoard.
+
+Values stay on the device until the next step is under way, so that telling never makes the device wait. Only rank 0 tells.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.journal import Journal
+from holdfast.models.flops import peak_flops
+from holdfast.progress import say
+
+
+@dataclass
+class Iteration:
+    """One finished step, its numbers still on the device."""
+
+    iteration: int
+    lr: float
+    batch_size: int
+    consumed_samples: int
+    consumed_tokens: int
+    sums: Tensor
+    """[gradient norm, loss, ranks that ask to stop, right predictions, ...]"""
+    snapshot_stall_ms: float
+    loss_scale: float | None
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Reporter:
+    """Turns iterations into lines. On other ranks than 0 it does nothing."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        active: bool,
+        iterations: int,
+        log_interval: int,
+        flops_per_token: int,
+        tokens_per_sample: int,
+        world: int,
+        device: torch.device,
+        tensorboard: bool,
+    ) -> None:
+        self._active, self._iterations, self._interval = active, iterations, log_interval
+        self._flops, self._tokens, self._world = flops_per_token, tokens_per_sample, world
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._peak = peak_flops(name)
+        self._journal = Journal(folder / "metrics.jsonl") if active and folder else None
+        self._board: Any = None
+        if active and folder and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._since, self._steps, self._samples = time.perf_counter(), 0, 0
+        self.first_step_seconds: float | None = None
+
+    def restart_clock(self) -> None:
+        """What was not training (an evaluation, a save) does not count as step time."""
+        self._since, self._steps, self._samples = time.perf_counter(), 0, 0
+
+    def report(self, done: Iteration, skipped: int) -> None:
+        """Tells about a step whose numbers have arrived; called in order of iterations."""
+        self._steps += 1
+        self._samples += done.batch_size
+        if not self._active:
+            return
+        norm, loss = (float(value) for value in done.sums[:2])
+        now = time.perf_counter()
+        if self.first_step_seconds is None:
+            self.first_step_seconds = now - self._since
+            say(f"first step after {self.first_step_seconds:.2f} s (start-up of kernels and compilation included)")
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            first = done.consumed_samples - done.batch_size
+            say(
+                f"warning: iteration {done.iteration}: loss {loss}, gradient norm {norm}; step skipped; "
+                f"the batch was samples {first} to {done.consumed_samples - 1}"
+            )
+        last = done.iteration == self._iterations
+        if done.iteration % self._interval and not last and not done.extra:
+            return
+        seconds = (now - self._since) / self._steps
+        per_second = self._samples * self._tokens / (now - self._since)
+        tflops = per_second * self._flops / self._world / 1e12
+        record = {
+            "iteration": done.iteration,
+            "loss": loss,
+            "lr": done.lr,
+            "grad_norm": norm,
+            "step_ms": seconds * 1e3,
+            "tokens_per_s": per_second,
+            "tflops": tflops,
+            "mfu": tflops * 1e12 / self._peak if self._peak else None,
+            "snapshot_stall_ms": done.snapshot_stall_ms,
+            "consumed_samples": done.consumed_samples,
+            "consumed_tokens": done.consumed_tokens,
+            "skipped_iterations": skipped,
+            **({"loss_scale": done.loss_scale} if done.loss_scale is not None else {}),
+            **done.extra,
+        }
+        self._tell(record, done.batch_size)
+        self.restart_clock()
+
+    def _tell(self, record: dict[str, Any], batch_size: int) -> None:
+        say(iteration_line(record, batch_size, self._iterations))
+        if self._journal:
+            self._journal.write(record)
+        if self._board:
+            for key, value in record.items():
+                if isinstance(value, int | float) and key != "iteration":
+                    self._board.add_scalar(key, value, record["iteration"])
+
+    def close(self) -> None:
+        if self._journal:
+            self._journal.close()
+        if self._board:
+            self._board.close()
+
+
+def iteration_line(record: dict[str, Any], batch_size: int, iterations: int) -> str:
+    mfu = "unknown" if record["mfu"] is None else f"{record['mfu'] * 100:.1f}%"
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {record['iteration']:8d}/{iterations:8d}",
+        f"consumed samples: {record['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {record['step_ms']:.1f}",
+        f"learning rate: {record['lr']:.6E}",
+        f"global batch size: {batch_size:5d}",
+        f"lm loss: {record['loss']:.6E}",
+    ]
+    if "loss_scale" in record:
+        parts.append(f"loss scale: {record['loss_scale']:.1f}")
+    parts += [
+        f"grad norm: {record['grad_norm']:.3f}",
+        f"tokens/s: {record['tokens_per_s']:,.0f}",
+        f"TFLOP/s per rank: {record['tflops']:.2f}",
+        f"MFU: {mfu}",
+        f"skipped iterations: {record['skipped_iterations']:3d}",
+    ]
+    if "validation_loss" in record:
+        parts.append(f"validation loss: {record['validation_loss']:.6E} | PPL: {record['validation_perplexity']:.3f}")
+    return " | ".join(parts) + " |"

@@ -1,0 +1,107 @@
+"""The optimizer step: parameter groups, the global gradient norm, clipping, and the fp16 loss scale.
+
+The gradient norm and the loss travel in one world-wide all-reduce. A parameter counts once, however many ranks hold it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.config import OptimizerConfig
+from holdfast.parallel.mesh import Grid
+from holdfast.parallel.tensor import is_cut_over, local
+
+
+def build_optimizer(parts: list[nn.Module], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over four groups: with and without decay, sharded and plain (fused kernels take one kind at a time)."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for part in parts:
+        for parameter in part.parameters():
+            decays, cut = parameter.ndim >= 2, isinstance(parameter, DTensor)
+            groups.setdefault((decays, cut), []).append(parameter)
+    described = [
+        {"params": parameters, "weight_decay": options.weight_decay if decays else 0.0}
+        for (decays, _), parameters in sorted(groups.items())
+    ]
+    return torch.optim.AdamW(
+        described,
+        lr=options.lr,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_eps,
+        fused=True,
+    )
+
+
+@dataclass
+class LossScale:
+    """Megatron's dynamic loss scale: halves after `hysteresis` overflows, doubles after `window` good steps."""
+
+    scale: float
+    floor: float
+    window: int
+    hysteresis: int
+    good_steps: int = 0
+    overflows_left: int = 0
+
+    def __post_init__(self) -> None:
+        self.overflows_left = self.overflows_left or self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.good_steps = 0
+            self.overflows_left -= 1
+            if self.overflows_left <= 0:
+                self.scale = max(self.scale / 2, self.floor)
+            return
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.good_steps, self.overflows_left = 0, self.hysteresis
+            self.scale *= 2
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.scale, self.good_steps = state["scale"], state["good_steps"]
+        self.overflows_left = state["overflows_left"]
+
+
+def build_loss_scale(options: OptimizerConfig) -> LossScale:
+    return LossScale(options.initial_loss_scale, options.min_loss_scale, options.loss_scale_window, options.hysteresis)
+
+
+class GradientNorm:
+    """The norm of the whole model's gradient, and sums that travel with it."""
+
+    def __init__(self, parts: list[nn.Module], grid: Grid, tied_copy: nn.Parameter | None) -> None:
+        self._device = grid.device
+        first_replica = grid.index("replica") == 0
+        self._counted = []
+        for part in parts:
+            for parameter in part.parameters():
+                whole_here = not is_cut_over(parameter, "tensor") and grid.index("tensor") > 0
+                unsharded_here = not is_cut_over(parameter, "shard") and grid.index("shard") > 0
+                if first_replica and not whole_here and not unsharded_here and parameter is not tied_copy:
+                    self._counted.append(parameter)
+
+    def reduce(self, *sums: Tensor) -> Tensor:
+        """[norm, *sums added up over all ranks], on the device. The one world-wide exchange of a step."""
+        gradients = [local(p.grad) for p in self._counted if p.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+            square = norms.double().square().sum()
+        together = torch.stack([square, *(s.double() for s in sums)])
+        dist.all_reduce(together)
+        together[0] = together[0].sqrt()
+        return together
+
+
+def scale_gradients(parts: list[nn.Module], factor: Tensor) -> None:
+    gradients = [local(p.grad) for part in parts for p in part.parameters() if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))

@@ -1,0 +1,131 @@
+"""Learning rate and batch size as pure functions of how far the run is, with Megatron's meaning of each style.
+
+Progress is counted in samples, so that a batch that grows in the middle changes nothing about the curve.
+"""
+
+import math
+from dataclasses import dataclass
+
+from holdfast.config import Config
+from holdfast.errors import HoldfastError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All lengths are in samples."""
+
+    style: str
+    peak: float
+    floor: float
+    warmup: float
+    decay: float
+    wsd_decay: float
+    wsd_style: str
+    power: float
+
+    def lr(self, consumed: int) -> float:
+        """The learning rate of the step that starts after `consumed` samples."""
+        if self.warmup > 0 and consumed <= self.warmup:
+            return self.peak * consumed / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if consumed > self.decay:
+            return self.floor
+        if self.style == "inverse-square-root":
+            return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(consumed, 1)))
+        ratio = (consumed - self.warmup) / max(self.decay - self.warmup, 1)
+        return self.floor + self._share(ratio, consumed) * (self.peak - self.floor)
+
+    def _share(self, ratio: float, consumed: int) -> float:
+        if self.style == "linear":
+            return 1.0 - ratio
+        if self.style == "cosine":
+            return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        if self.style == "polynomial":
+            return float((1.0 - ratio) ** self.power)
+        start = self.decay - self.wsd_decay
+        if consumed <= start:
+            return 1.0
+        late = (consumed - start) / max(self.wsd_decay, 1)
+        if self.wsd_style == "linear":
+            return 1.0 - late
+        if self.wsd_style == "cosine":
+            return 0.5 * (math.cos(math.pi * late) + 1.0)
+        return float(2.0 * 0.5**late - 1.0)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How many samples each step takes, and how many the run has."""
+
+    full: int
+    start: int
+    increment: int
+    ramp_samples: int
+    total_samples: int
+
+    def size(self, consumed: int) -> int:
+        """The global batch of the step that starts after `consumed` samples."""
+        if self.increment == 0 or consumed > self.ramp_samples:
+            return self.full
+        steps = (self.full - self.start) // self.increment
+        per_step = self.ramp_samples / max(steps, 1)
+        return min(self.full, self.start + int(consumed / per_step) * self.increment)
+
+    def iterations(self, limit: int | None) -> int:
+        """Steps until the run's samples are consumed, or `limit` if the run is given in steps."""
+        if limit is not None:
+            return limit
+        consumed = steps = 0
+        while consumed < self.total_samples:
+            if consumed > self.ramp_samples or self.increment == 0:
+                return steps + -(-(self.total_samples - consumed) // self.full)
+            consumed += self.size(consumed)
+            steps += 1
+        return steps
+
+
+def batches_of(config: Config, data_parallel: int) -> Batches:
+    train = config.train
+    if (train.train_iters is None) == (train.train_samples is None):
+        raise HoldfastError("give either train_iters or train_samples: how long the run is")
+    full = train.global_batch_size or train.micro_batch_size * data_parallel
+    start, increment, ramp = train.rampup_batch_size or (full, 0, 0)
+    if increment and (full - start) % increment:
+        raise HoldfastError(f"rampup_batch_size: {start} does not reach {full} in steps of {increment}")
+    if train.train_samples is not None:
+        return Batches(full, start, increment, ramp, train.train_samples)
+    assert train.train_iters is not None
+    plan = Batches(full, start, increment, ramp, 0)
+    consumed = 0
+    for step in range(train.train_iters):
+        if increment == 0 or consumed > ramp:
+            consumed += (train.train_iters - step) * full
+            break
+        consumed += plan.size(consumed)
+    return Batches(full, start, increment, ramp, consumed)
+
+
+def schedule_of(config: Config, batches: Batches) -> Schedule:
+    options, full = config.optimizer, batches.full
+    if config.train.train_samples is not None:
+        decay = options.lr_decay_samples or batches.total_samples
+        warmup: float = options.lr_warmup_samples or options.lr_warmup_iters * full
+    else:
+        decay = options.lr_decay_iters * full if options.lr_decay_iters else batches.total_samples
+        warmup = options.lr_warmup_iters * full
+    if options.lr_warmup_fraction is not None:
+        warmup = options.lr_warmup_fraction * decay
+    if warmup >= decay and options.lr_decay_style not in ("constant", "inverse-square-root"):
+        raise HoldfastError(f"the warm-up ({warmup:.0f} samples) is not shorter than the decay ({decay:.0f} samples)")
+    wsd = (options.lr_wsd_decay_iters or 0) * full
+    return Schedule(
+        options.lr_decay_style,
+        options.lr,
+        options.min_lr,
+        warmup,
+        decay,
+        wsd,
+        options.lr_wsd_decay_style,
+        options.lr_poly_power,
+    )

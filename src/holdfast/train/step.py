@@ -1,0 +1,135 @@
+"""One pass over a global batch: losses and gradients, the same in every layout.
+
+Gradients come out summed over the whole batch and complete on every rank that needs them; nothing here steps the optimizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from holdfast.parallel.data import GradientSum
+from holdfast.parallel.mesh import Grid
+from holdfast.parallel.pipeline import TiedEmbedding, build_schedule
+from holdfast.parallel.tensor import settle_gradients
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What one micro batch feeds into the model's stages."""
+
+    x: Tensor
+    """Tokens, for the first stage."""
+    everywhere: dict[str, Tensor]
+    """Arguments that every stage takes: positions, masks."""
+    at_loss: dict[str, Tensor]
+    """Arguments of the last stage: labels, weights."""
+    counted: Tensor | None
+    """Tokens that the loss counts, on the CPU; None: all of them."""
+
+    def keywords(self, last_stage: bool) -> dict[str, Tensor]:
+        return {**self.everywhere, **self.at_loss} if last_stage else self.everywhere
+
+    @staticmethod
+    def join(batch: "Sequence[PassInputs]") -> "PassInputs":
+        """All micro batches as one, in order: what a pipeline schedule wants to split itself."""
+        first = batch[0]
+        return PassInputs(
+            torch.cat([micro.x for micro in batch]),
+            {name: torch.cat([micro.everywhere[name] for micro in batch]) for name in first.everywhere},
+            {name: torch.cat([micro.at_loss[name] for micro in batch]) for name in first.at_loss},
+            None,
+        )
+
+
+class Passes:
+    """Forward and backward of this rank's stages over the micro batches of a step."""
+
+    def __init__(self, parts: list[nn.Module], grid: Grid, tied: TiedEmbedding, shapes: dict[str, Any]) -> None:
+        self._parts, self._grid, self._tied, self._shapes = parts, grid, tied, shapes
+        self._parameters = [p for part in parts for p in part.parameters()]
+        self._schedules: dict[int, Any] = {}
+        self._weight = 1.0
+        self._averaged = grid.layout.data if grid.layout.shard > 1 else 1  # FSDP2 divides gradients by this
+        self._sum: GradientSum | None = None
+        if grid.layout.replica > 1 and grid.layout.shard == 1:
+            self._sum = GradientSum(self._parameters, grid.group("replica"))
+
+    @property
+    def sees_loss(self) -> bool:
+        """Whether this rank computes losses: on the last stage, once per tensor-parallel group."""
+        last = self._grid.index("pipeline") == self._grid.layout.pipeline - 1
+        return last and self._grid.index("tensor") == 0
+
+    def counted_tokens(self, batch: Sequence[PassInputs]) -> float:
+        """Tokens of the global batch that the loss counts."""
+        counts = [micro.counted for micro in batch if micro.counted is not None]
+        if not counts:
+            return float(batch[0].x.numel() * len(batch) * self._grid.layout.data)
+        count = torch.stack(counts).sum().double().to(self._grid.device)
+        dist.all_reduce(count, group=self._grid.group("replica", "shard"))
+        return max(float(count), 1.0)
+
+    def gradients(self, batch: Sequence[PassInputs], scale: float) -> Tensor:
+        """This rank's share of the mean loss; afterwards `.grad` holds the gradient of scale × mean loss."""
+        self._weight = scale * self._averaged / self.counted_tokens(batch)
+        if self._sum is not None:
+            self._sum.expect(len(batch))
+        total = self._pipelined(batch, True) if self._grid.layout.pipeline > 1 else self._plain(batch, True)
+        if self._sum is not None:
+            self._sum.wait()
+        settle_gradients(self._parameters)
+        self._tied.add_up_gradients()
+        return total / (scale * self._averaged) if self.sees_loss else torch.zeros_like(total)
+
+    @torch.no_grad()
+    def loss(self, batch: Sequence[PassInputs]) -> Tensor:
+        """This rank's share of the mean loss, without gradients."""
+        self._weight = 1.0 / self.counted_tokens(batch)
+        total = self._pipelined(batch, False) if self._grid.layout.pipeline > 1 else self._plain(batch, False)
+        for part in self._parts:
+            if isinstance(part, FSDPModule):
+                part.reshard()  # without a backward pass the root would keep its gathered weights
+        return total if self.sees_loss else torch.zeros_like(total)
+
+    def _plain(self, batch: Sequence[PassInputs], backward: bool) -> Tensor:
+        (model,) = self._parts
+        total = torch.zeros((), device=self._grid.device)
+        for index, micro in enumerate(batch):
+            if isinstance(model, FSDPModule) and backward:
+                model.set_requires_gradient_sync(index == len(batch) - 1)
+            loss = model(micro.x, **micro.keywords(last_stage=True)).sum() * self._weight
+            if backward:
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _pipelined(self, batch: Sequence[PassInputs], backward: bool) -> Tensor:
+        schedule = self._schedule(len(batch))
+        first = self._grid.index("pipeline") == 0
+        last = self._grid.index("pipeline") == self._grid.layout.pipeline - 1
+        joined = PassInputs.join(batch)
+        losses: list[Tensor] = []
+        run = schedule.step if backward else schedule.eval
+        arguments = (joined.x,) if first else ()
+        keywords = joined.keywords(last_stage=last)
+        if last:
+            run(*arguments, target=joined.x, losses=losses, **keywords)
+        else:
+            run(*arguments, **keywords)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._grid.device)
+
+    def _schedule(self, micro_batches: int) -> Any:
+        if micro_batches not in self._schedules:
+            self._schedules[micro_batches] = build_schedule(
+                self._parts,
+                self._grid,
+                micro_batches=micro_batches,
+                loss=lambda output, _: output.sum() * self._weight,
+                **self._shapes,
+            )
+        return self._schedules[micro_batches]

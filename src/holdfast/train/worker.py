@@ -1,0 +1,62 @@
+"""One rank: joins the others, builds its part, trains. What went wrong is written where the supervisor finds it."""
+
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from holdfast.config import Config
+from holdfast.errors import REFUSED, HoldfastError
+from holdfast.parallel.layout import layout_of
+from holdfast.parallel.mesh import build_grid, pick_device
+from holdfast.progress import say
+from holdfast.train.families import Feed
+from holdfast.train.loop import Outcome, run_rank, tell_start
+
+
+class Refused(RuntimeError):
+    """A user's mistake that only a rank could find; restarting would not help."""
+
+
+@record
+def run_worker(config: Config) -> Outcome:
+    """Runs this process as the rank that the environment says (RANK, WORLD_SIZE, MASTER_ADDR...; alone without them)."""
+    try:
+        return _run(config)
+    except HoldfastError as error:
+        raise Refused(f"{REFUSED}{error}") from error
+
+
+def _run(config: Config) -> Outcome:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    device = pick_device()
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+    torch.set_float32_matmul_precision("high")
+    layout = layout_of(config.parallel, int(os.environ["WORLD_SIZE"]))
+    if layout.context > 1 and device.type != "cuda":
+        raise HoldfastError("context_parallel_size > 1 needs CUDA: torch has no rule for it on the CPU")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+    )
+    try:
+        grid = build_grid(layout, device)
+        feed = Feed(config, grid)
+        tell_start(config, layout)
+        outcome = run_rank(config, grid, feed)
+        dist.barrier()
+        say(f"finished after step {outcome.step}" if outcome.finished else f"stopped on request at step {outcome.step}")
+        return outcome
+    finally:
+        dist.destroy_process_group()

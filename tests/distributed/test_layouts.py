@@ -1,0 +1,108 @@
+"""The same configuration gives the same losses and gradient norms in every layout (real gloo ranks)."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import Config, DataConfig, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from holdfast.journal import read_journal
+from holdfast.train.preflight import open_run_folder, resolve
+from holdfast.train.worker import run_worker
+from tests.corpus import VOCABULARY, write_dataset
+from tests.gloo import spawn_ranks
+
+pytestmark = pytest.mark.distributed
+
+SHARDED = "optim_grads_params"
+LAYOUTS = {
+    "tp2": (2, ParallelConfig(tensor_model_parallel_size=2)),
+    "tp2-sequence": (2, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2)),
+    "dp2": (2, ParallelConfig()),
+    "fsdp2": (2, ParallelConfig(data_parallel_sharding_strategy=SHARDED)),
+    "pp2-uneven": (2, ParallelConfig(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1)),
+    "pp2-interleaved": (
+        2,
+        ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+    ),
+    "pp4": (4, ParallelConfig(pipeline_model_parallel_size=4)),
+    "tp2-pp2": (4, ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
+    "tp2-pp2-sequence": (
+        4,
+        ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
+    ),
+    "tp2-dp2": (4, ParallelConfig(tensor_model_parallel_size=2)),
+    "tp2-fsdp2": (
+        4,
+        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, data_parallel_sharding_strategy=SHARDED),
+    ),
+    "pp2-dp2": (4, ParallelConfig(pipeline_model_parallel_size=2)),
+    "pp2-fsdp2": (4, ParallelConfig(pipeline_model_parallel_size=2, data_parallel_sharding_strategy=SHARDED)),
+    "hybrid": (4, ParallelConfig(data_parallel_sharding_strategy=SHARDED, data_parallel_replicas=2)),
+    "tp2-pp2-dp2": (8, ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
+}
+
+
+def tiny(prefix: Path, save: Path, **model: object) -> Config:
+    return Config(
+        model=ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY, **model),
+        data=DataConfig(data_path=(str(prefix),), seq_length=16, split="90,10,0", num_workers=0),
+        train=TrainConfig(
+            train_iters=20, micro_batch_size=2, global_batch_size=8, eval_interval=10, eval_iters=2, save=str(save)
+        ),
+        optimizer=OptimizerConfig(
+            lr=2e-3, lr_decay_style="constant", lr_warmup_iters=4, weight_decay=0.1, clip_grad=0.5
+        ),
+        log=LogConfig(tensorboard=False),
+    )
+
+
+def train_on(world: int, config: Config, parallel: ParallelConfig) -> list[dict[str, float]]:
+    config = replace(config, parallel=replace(parallel, nproc_per_node=world))
+    config, _ = resolve(config, world)
+    open_run_folder(config)
+    spawn_ranks(world, run_worker, config)
+    assert config.train.save is not None
+    return list(read_journal(Path(config.train.save) / "metrics.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def alone(prefix, tmp_path_factory):
+    """The run on one process that every layout is compared with."""
+    return train_on(1, tiny(prefix, tmp_path_factory.mktemp("alone") / "run"), ParallelConfig())
+
+
+def assert_same_curve(found, expected, tolerance=1e-5):
+    assert len(found) == len(expected) > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        for key in ("loss", "grad_norm", "validation_loss"):
+            assert (key in ours) == (key in theirs)
+            if key in theirs:
+                assert ours[key] == pytest.approx(theirs[key], rel=tolerance), (key, theirs["iteration"])
+
+
+def test_the_run_learns(alone):
+    assert alone[0]["loss"] > 4.0
+    assert alone[-1]["loss"] < alone[0]["loss"] - 0.2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_norms_are_those_of_one_process(layout, alone, prefix, tmp_path):
+    world, parallel = LAYOUTS[layout]
+    assert_same_curve(train_on(world, tiny(prefix, tmp_path / "run"), parallel), alone)
+
+
+def test_llama_options_in_two_layouts_at_once(prefix, tmp_path):
+    options = dict(
+        swiglu=True, position_embedding_type="rope", normalization="RMSNorm", num_query_groups=2, disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    expected = train_on(1, tiny(prefix, tmp_path / "alone", **options), ParallelConfig())
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)
+    assert_same_curve(train_on(4, tiny(prefix, tmp_path / "cut", **options), parallel), expected)
