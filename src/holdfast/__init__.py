@@ -8,6 +8,7 @@ from typing import Any
 
 _HOMES: dict[str, str] = {
     "convert": "holdfast.conversion.converting",
+    "generate": "holdfast.generation.engine",
     "fetch": "holdfast.assets.fetching",
     "IndexedDataset": "holdfast.data.indexed",
     "preprocess": "holdfast.data.preprocess",

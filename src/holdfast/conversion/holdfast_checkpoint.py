@@ -175,7 +175,7 @@ def plan_holdfast(model: Model, dtype: str | None) -> Plan:
     """A run folder with one checkpoint: what `holdfast train --load` continues from. Weights are fp32, as in training."""
     arch = model.architecture
     true_size = arch.vocabulary()
-    config = _config_for(arch, model)
+    config = config_for(arch, model)
     padded = padded_size(true_size, arch.vocab_multiple)
     tensors: dict[str, Tensor] = {}
     masters = model.optimizer.masters if model.optimizer else {}
@@ -236,7 +236,8 @@ def _moments(optimizer: Optimizer, true_size: int, padded: int) -> dict[str, Ten
     return found
 
 
-def _config_for(arch: Architecture, model: Model) -> Config:
+def config_for(arch: Architecture, model: Model) -> Config:
+    """The configuration that makes Holdfast build the same function."""
     if arch.qkv_bias != arch.bias:
         raise HoldfastError("Holdfast has no model with a bias on queries, keys and values only")
     if arch.family == "bert" and arch.activation != arch.head_activation:
