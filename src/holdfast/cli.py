@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "text from a run, a checkpoint or a Hugging Face folder",
     ),
     "convert": ("holdfast.conversion.command:convert", "Megatron ↔ Hugging Face ↔ Holdfast, exact, any layout"),
+    "bench": ("holdfast.bench.command:bench", "measure a part beside what you would use instead"),
 }
 
 

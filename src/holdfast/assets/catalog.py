@@ -120,6 +120,9 @@ CATALOG: dict[str, Known] = {
 }
 
 
+SCHEMES = ("http", "https", "file", "hf", "s3")
+
+
 def is_url(text: str) -> bool:
     return "://" in text
 
@@ -131,6 +134,9 @@ def is_known(text: str) -> bool:
 def wanted_files(text: str) -> dict[str, Wanted]:
     """What a URL, a catalog name (`gpt2`) or one file of it (`gpt2/vocab`, `gpt2/gpt2-vocab.json`) asks for, by role."""
     if is_url(text):
+        scheme = text.partition("://")[0].lower()
+        if scheme not in SCHEMES:
+            raise UsageError(f"cannot fetch {text}: the scheme '{scheme}' is none of {', '.join(SCHEMES)}")
         # A URL that the catalog knows brings its checksum and mirrors along.
         listed = [wanted for known in CATALOG.values() for wanted in known.files.values() if wanted.url == text]
         return {"file": listed[0] if listed else Wanted(text)}

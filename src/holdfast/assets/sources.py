@@ -66,16 +66,9 @@ class Stream:
 
 
 def open_source(url: str, resume: Resume | None) -> AbstractContextManager[Stream]:
-    scheme = urllib.parse.urlsplit(url).scheme
-    if scheme in ("http", "https"):
-        return open_http(url, resume, {})
-    if scheme == "file":
-        return open_file(url, resume)
-    if scheme == "hf":
-        return open_hub(url, resume)
-    if scheme == "s3":
-        return open_s3(url, resume)
-    raise UsageError(f"cannot fetch {url}: the scheme '{scheme}' is none of http, https, file, hf, s3")
+    openers = {"file": open_file, "hf": open_hub, "s3": open_s3}
+    opener = openers.get(urllib.parse.urlsplit(url).scheme)
+    return opener(url, resume) if opener else open_http(url, resume, {})
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,7 @@ class RankReport:
     error: str | None = None
     wrong_bytes: list[str] = field(default_factory=list)
     began: float = 0.0
+    fetched: float = 0.0
     ended: float = 0.0
 
     @property
@@ -77,6 +78,9 @@ class IterationReport:
     failed_ranks: int
     wrong_bytes: int
     seconds: float
+    """From the gun to the last rank's last byte."""
+    holder_seconds: float
+    """From the gun until the last file was there, of the slowest rank that downloaded something itself."""
     downloads: list[dict[str, Any]]
     errors: list[str]
 
@@ -125,10 +129,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """The counts are the log."""
 
 
+def _some_bytes(count: int) -> bytes:
+    source = random.Random(count)
+    return b"".join(source.randbytes(min(1 << 20, count - at)) for at in range(0, count, 1 << 20))
+
+
 @contextmanager
 def counting_server(sizes: dict[str, int], latency: float) -> Iterator[CountingServer]:
-    source = random.Random(0)
-    server = CountingServer({name: source.randbytes(size) for name, size in sizes.items()}, latency)
+    server = CountingServer({name: _some_bytes(size) for name, size in sizes.items()}, latency)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
@@ -150,6 +158,7 @@ def run_rank(strategy: Strategy, local_rank: int, wanted: dict[str, str], work: 
     try:
         for url, checksum in wanted.items():
             path = strategy(url, work / "cache", report.downloads.append)
+            report.fetched = time.monotonic()
             if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
                 report.wrong_bytes.append(path.name)
     except Exception as error:
@@ -159,11 +168,11 @@ def run_rank(strategy: Strategy, local_rank: int, wanted: dict[str, str], work: 
 
 
 def run_iteration(
-    strategy: Strategy, ranks: int, server: CountingServer, work: Path, preload: str = __name__
+    strategy: Strategy, ranks: int, server: CountingServer, work: Path, preload: Sequence[str] = (__name__,)
 ) -> IterationReport:
-    """Starts the ranks on an empty cache and lets them go at once. `preload` is a module that they find imported."""
+    """Starts the ranks on an empty cache and lets them go at once. `preload` are modules that they find imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
+    context.set_forkserver_preload(list(preload))
     server.counts.clear()
     wanted = {
         f"{server.address}/storm/files/resolve/main/{name}": hashlib.sha256(content).hexdigest()
@@ -189,6 +198,7 @@ def run_iteration(
         failed_ranks=sum(report.failed for report in reports),
         wrong_bytes=sum(bool(report.wrong_bytes) for report in reports),
         seconds=_span(reports),
+        holder_seconds=max((one.fetched - one.began for one in reports if one.downloads), default=0.0),
         downloads=[{"local_rank": one.local_rank, "url": url} for one in reports for url in one.downloads],
         errors=sorted({report.error for report in reports if report.error}),
     )
@@ -218,7 +228,7 @@ def run_storm(
     iterations: int,
     latency: float = LATENCY,
     tell: Callable[[str], None] = lambda line: None,
-    preload: str = __name__,
+    preload: Sequence[str] = (__name__,),
 ) -> list[IterationReport]:
     """`iterations` times: clear the cache, start the ranks. `tell` gets a line for every download."""
     reports = []
