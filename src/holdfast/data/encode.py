@@ -16,6 +16,10 @@ from holdfast.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Encoded:
+    texts: Sequence[str]
+    ids: Array
+    offsets: npt.NDArray[np.int64]
+    """What the tokenizer gave for each text, before the rules: for cross-checks."""
     tokens: Array
     lengths: npt.NDArray[np.int32]
     documents: npt.NDArray[np.int64]
@@ -31,15 +35,15 @@ def encode_documents(
     counts = np.diff(offsets)
     ends = offsets[text_ends]
     filled = np.diff(ends, prepend=0) > 0
+    tokens = ids.astype(dtype) if eod is None else _insert(ids, ends[filled], eod, dtype)
     if eod is not None:
-        ids = _insert(ids, ends[filled], eod, dtype)
         # The token goes to the last text of its document that has tokens.
         numbers = np.arange(1, len(counts) + 1) * (counts > 0)
         last = np.maximum.accumulate(numbers, axis=0) if len(numbers) else numbers
         counts[last[text_ends[filled] - 1] - 1] += 1
     sequences = counts > 0
     after = np.concatenate([[0], np.cumsum(sequences)])
-    return Encoded(ids.astype(dtype, copy=False), counts[sequences].astype(np.int32), after[text_ends])
+    return Encoded(texts, ids, offsets, tokens, counts[sequences].astype(np.int32), after[text_ends])
 
 
 def _flatten(documents: Sequence[str | list[str]]) -> tuple[Sequence[str], npt.NDArray[np.int64]]:

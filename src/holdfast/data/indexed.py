@@ -237,16 +237,18 @@ def _blocks(array: Array) -> Iterator[Array]:
 def publish_pairs(pairs: Sequence[tuple[Path, Path, Path | str]]) -> None:
     """Gives finished (.bin, .idx) files their final prefixes. A reader never meets a .bin with the .idx of another one.
 
-    The .idx is what makes a dataset: all old ones go first, all new ones come last.
+    The .idx is what makes a dataset: all old ones go first, all new ones come last. A .bin that is not there has its final
+    name already, from a call that was killed; calling again completes it.
     """
-    for bin_file, idx_file, _ in pairs:
-        fsync(bin_file)
-        fsync(idx_file)
+    pending = [bin_file for bin_file, _, _ in pairs if bin_file.exists()]
+    for file in (*pending, *(idx_file for _, idx_file, _ in pairs)):
+        fsync(file)
     finals = [pair_paths(prefix) for _, _, prefix in pairs]
     for _, final_idx in finals:
         final_idx.unlink(missing_ok=True)
     for (bin_file, _, _), (final_bin, _) in zip(pairs, finals, strict=True):
-        rename_into_place(bin_file, final_bin)
+        if bin_file in pending:
+            rename_into_place(bin_file, final_bin)
     for (_, idx_file, _), (_, final_idx) in zip(pairs, finals, strict=True):
         rename_into_place(idx_file, final_idx)
 

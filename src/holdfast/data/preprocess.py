@@ -1,30 +1,77 @@
-"""Text to a Megatron dataset: JSON lines in, PREFIX_KEY_document.bin and .idx out, complete or not at all."""
+"""Text to a Megatron dataset: the story of a run, from the input to PREFIX_KEY_document.bin and .idx.
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+The input is cut into units; workers make a part of each; parts are appended in the order of the input; at the end everything
+gets its final name. Every step leaves a state on disk from which the next call goes on.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import orjson
 
-from holdfast.data.encode import encode_documents
-from holdfast.data.indexed import IndexPart, pair_paths, publish_pairs, write_index
-from holdfast.data.sources.jsonl import parse_lines
-from holdfast.errors import HoldfastError
-from holdfast.publish import explain_os_error, temporary_beside
-from holdfast.tokenizers import build_tokenizer
+from holdfast.data.crew import Crew
+from holdfast.data.indexed import dtype_for_vocabulary, pair_paths, publish_pairs
+from holdfast.data.plan import Share, identity, lines_before, plan, unit_bytes
+from holdfast.data.provenance import Summary, describe, finished_before, provenance_path, refuse_to_replace
+from holdfast.data.report import Report
+from holdfast.data.sources import InputFile, Unit
+from holdfast.data.sources.inputs import find_inputs
+from holdfast.data.worker import Answer, Job, Part
+from holdfast.data.workspace import Workspace
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.progress import say
+from holdfast.publish import explain_os_error, publish_bytes
+from holdfast.tokenizers import Recipe, Tokenizer, read_recipe
 
-BATCH_BYTES = 4 << 20
+# Fewer bytes than this per byte of plain text never came out of a real corpus; less room than that is certain to fail.
+SMALLEST_OUTPUT_SHARE = 0.2
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What a run of preprocess made."""
+class Request:
+    """The arguments of a run, checked."""
 
-    outputs: tuple[str, ...]
-    documents: int
-    tokens: int
-    seconds: float
+    files: tuple[InputFile, ...]
+    prefix: str
+    recipe: Recipe
+    keys: tuple[str, ...]
+    append_eod: bool
+    language: str | None
+    keep_newlines: bool
+    workers: int
+    on_bad_line: str
+    overwrite: bool
+    engine: str
+    log_interval: int | None
+    share: Share | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(dtype_for_vocabulary(self.recipe.vocab_size))
+
+    @property
+    def outputs(self) -> list[str]:
+        level = "sentence" if self.language else "document"
+        return [f"{self.prefix}_{key}_{level}" for key in self.keys]
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the bytes of the result."""
+        return {
+            "inputs": [identity(file) for file in self.files],
+            "tokenizer": {"type": self.recipe.tokenizer_type, "digest": self.recipe.digest},
+            "json_keys": list(self.keys),
+            "append_eod": self.append_eod,
+            "language": self.language,
+            "keep_newlines": self.keep_newlines,
+            "on_bad_line": self.on_bad_line,
+            "unit_bytes": unit_bytes(self.files),
+            "share": asdict(self.share) if self.share else None,
+        }
 
 
 def preprocess(
@@ -35,49 +82,262 @@ def preprocess(
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
     tokenizer_model: str | Path | None = None,
+    include_special_tokens: bool = True,
+    tokenizer_engine: Literal["auto", "fast", "reference"] = "auto",
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
+    split_sentences: bool = False,
+    keep_newlines: bool = False,
+    lang: str = "english",
+    workers: int | None = None,
+    partitions: int = 1,
+    partition_index: int | None = None,
+    on_bad_line: Literal["fail", "skip"] = "fail",
+    overwrite: bool = False,
+    log_interval: int | None = None,
 ) -> Summary:
-    """Tokenizes JSON lines into one .bin/.idx pair per key."""
-    from holdfast.data.indexed import dtype_for_vocabulary
+    """Tokenizes documents into one .bin/.idx pair per key. A call that was cut off is continued by the same call."""
+    names = [input] if isinstance(input, (str, Path)) else list(input)
+    recipe = read_recipe(tokenizer_type, vocab_file, merge_file, tokenizer_model, special_tokens=include_special_tokens)
+    if append_eod and recipe.eod is None:
+        raise UsageError(f"--append-eod: this {tokenizer_type} has no end-of-document token")
+    if not json_keys or len(set(json_keys)) != len(json_keys):
+        raise UsageError("--json-keys wants one or more different keys")
+    if (workers is not None and workers < 1) or partitions < 1 or (log_interval is not None and log_interval < 1):
+        raise UsageError("--workers, --partitions and --log-interval count from 1")
+    from holdfast.data.sentences import language_code
 
-    started = time.monotonic()
-    paths = [Path(input)] if isinstance(input, (str, Path)) else [Path(path) for path in input]
-    tokenizer = build_tokenizer(tokenizer_type, vocab_file, merge_file, tokenizer_model)
-    dtype = np.dtype(dtype_for_vocabulary(tokenizer.vocab_size))
-    eod = tokenizer.eod if append_eod else None
-    prefixes = [f"{output_prefix}_{key}_document" for key in json_keys]
-    Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    bins = [temporary_beside(pair_paths(prefix)[0]) for prefix in prefixes]
-    idxs = [temporary_beside(pair_paths(prefix)[1]) for prefix in prefixes]
-    parts: list[list[IndexPart]] = [[] for _ in json_keys]
+    request = Request(
+        tuple(find_inputs(names)),
+        str(output_prefix),
+        recipe,
+        tuple(json_keys),
+        append_eod,
+        language_code(lang) if split_sentences else None,
+        keep_newlines,
+        workers or len(os.sched_getaffinity(0)),
+        on_bad_line,
+        overwrite,
+        tokenizer_engine,
+        log_interval,
+    )
+    if partitions > 1:
+        from holdfast.data.partitions import preprocess_partitions
+
+        return preprocess_partitions(request, partitions, partition_index)
+    if partition_index is not None:
+        raise UsageError("--partition-index belongs to --partitions N")
+    return run(request)
+
+
+def run(request: Request) -> Summary:
+    settings = request.settings()
+    inputs = [file.path for file in request.files]
+    record = provenance_path(request.prefix, inputs)
+    complete = finished_before(record, settings)
+    if complete is not None and not request.overwrite:
+        return complete
+    finals = [path for output in request.outputs for path in pair_paths(output)]
+    _check_room(request)
+    workspace = Workspace(
+        Path(request.prefix + ".preprocessing"),
+        settings,
+        len(request.keys),
+        request.dtype.itemsize,
+        overwrite=request.overwrite or "-" in inputs,
+    )
+    finished = False
     try:
-        files = [path.open("wb") for path in bins]
-        for path in paths:
-            line = 0
-            with path.open("rb") as source:
-                while lines := source.readlines(BATCH_BYTES):
-                    batch = parse_lines(b"".join(lines), json_keys)
-                    if batch.bad:
-                        bad = batch.bad[0]
-                        raise HoldfastError(f"{path}:{line + bad.line + 1}: bad line: {bad.reason}")
-                    line += batch.lines
-                    for values, file, index in zip(batch.values, files, parts, strict=True):
-                        encoded = encode_documents(values, tokenizer, eod, dtype)
-                        file.write(encoded.tokens.tobytes())
-                        index.append(IndexPart(encoded.lengths, encoded.documents))
-        for file in files:
-            file.close()
-        if not any(len(part.documents) for part in parts[0]):
-            raise HoldfastError(f"{', '.join(map(str, paths))}: no documents found; is the input empty?")
-        for idx, index in zip(idxs, parts, strict=True):
-            write_index(idx, dtype, index)
-        publish_pairs(list(zip(bins, idxs, prefixes, strict=True)))
+        if not request.overwrite and not workspace.state.complete:
+            refuse_to_replace(finals)
+        memory, engine = _tokenize(request, workspace)
+        summary = _publish(request, settings, workspace, record, memory, engine)
+        finished = True
+        return summary
     except OSError as error:
-        raise explain_os_error(error, pair_paths(prefixes[0])[0]) from error
+        raise explain_os_error(error, workspace.folder / "parts") from error
     finally:
-        for leftover in (*bins, *idxs):
-            leftover.unlink(missing_ok=True)
-    documents = sum(len(part.documents) for part in parts[0])
-    tokens = sum(int(part.lengths.sum()) for index in parts for part in index)
-    return Summary(tuple(prefixes), documents, tokens, time.monotonic() - started)
+        workspace.close(remove=finished)
+
+
+def _check_room(request: Request) -> None:
+    folder = Path(request.prefix).absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_os_error(error, Path(request.prefix)) from error
+    share = request.share.count if request.share else 1
+    text = sum(file.size * (4 if file.compression else 1) for file in request.files) / share
+    likely, least = text * request.dtype.itemsize * 0.3, text * SMALLEST_OUTPUT_SHARE
+    free = shutil.disk_usage(folder).free
+    if free < least:
+        raise HoldfastError(
+            f"the disk of {folder} has {free / 1e9:,.2f} GB free, and this input needs about {likely / 1e9:,.2f} GB: "
+            "free some space or choose another folder"
+        )
+    if free < likely:
+        say(f"the disk of {folder} has {free / 1e9:,.2f} GB free; this input needs about {likely / 1e9:,.2f} GB")
+
+
+def _tokenize(request: Request, workspace: Workspace) -> tuple[int, str]:
+    """Brings the workspace to the end of the input; gives peak memory and the name of the engine."""
+    if workspace.state.complete:
+        return 0, ""
+    job = Job(
+        request.recipe,
+        request.engine,
+        request.keys,
+        request.recipe.eod if request.append_eod else None,
+        str(request.dtype),
+        str(workspace.parts),
+        request.language,
+        request.keep_newlines,
+    )
+
+    def wanted() -> Iterator[tuple[int, Unit]]:
+        for number, unit in enumerate(plan(request.files, request.share)):
+            if workspace.wants(number):
+                yield number, unit
+
+    check = CrossCheck(request)
+    with Report(request, workspace) as report, Crew(job, request.workers) as crew:
+        # Loading the reference takes no longer than the crew takes to get ready.
+        check.load()
+        report.appended(_append_ready(request, workspace))
+        for unit, answer in crew.answers(wanted()):
+            report.engine(crew.engine)
+            workspace.add(_accept(answer, check))
+            report.finished(unit)
+            report.appended(_append_ready(request, workspace))
+        report.appended(_append_ready(request, workspace))
+        if not workspace.state.documents and not request.share:
+            raise HoldfastError(
+                f"{', '.join(file.path for file in request.files)}: no document found; is the input empty?"
+            )
+        return sum(crew.memory) + _own_memory(), crew.engine
+
+
+def _accept(answer: Answer, check: "CrossCheck") -> Part:
+    if answer.part is None:
+        if answer.no_room:
+            raise HoldfastError(
+                f"no room left on the disk ({answer.error}): free some space and call again; what is done is kept"
+            )
+        raise HoldfastError(answer.error)
+    check.compare(answer.samples)
+    return answer.part
+
+
+def _append_ready(request: Request, workspace: Workspace) -> list[Part]:
+    """Appends the parts whose turn it is. A bad line is reported here, where the lines before it have been counted."""
+    appended = []
+    while (part := workspace.next_part()) is not None:
+        lines = _bad_lines(request, workspace, part) if part.bad else []
+        if lines and request.on_bad_line == "fail":
+            first = lines[0]
+            raise HoldfastError(
+                f"{first['file']}:{first['line']}: bad line at byte {first['offset']}: {first['reason']}; "
+                "mend it, or pass --on-bad-line skip to leave such lines out"
+            )
+        workspace.append(part, b"".join(orjson.dumps(line) + b"\n" for line in lines))
+        appended.append(part)
+    return appended
+
+
+def _bad_lines(request: Request, workspace: Workspace, part: Part) -> list[dict[str, Any]]:
+    state = workspace.state
+    line, offset = (state.line, state.offset) if part.file == state.file else (0, 0)
+    if request.share:
+        first = next(unit for unit in plan(request.files, request.share) if unit.file == part.file)
+        before = lines_before(request.files, first)
+        line, offset = line + before[0], offset + before[1]
+    path = request.files[part.file].path
+    return [
+        {"file": path, "line": line + number + 1, "offset": offset + at, "reason": reason}
+        for number, at, reason in part.bad
+    ]
+
+
+def _publish(
+    request: Request, settings: dict[str, Any], workspace: Workspace, record: Path, memory: int, engine: str
+) -> Summary:
+    """Final names for everything, the indices last."""
+    state = workspace.state
+    pairs = workspace.finish(request.dtype)
+    tokens = sum(key.bytes for key in state.keys) // request.dtype.itemsize
+    summary = Summary(
+        tuple(request.outputs),
+        state.documents,
+        sum(key.sequences for key in state.keys),
+        tokens,
+        state.size,
+        state.size / tokens if tokens else 0.0,
+        state.bad,
+        state.seconds,
+        memory,
+        engine,
+        str(record),
+    )
+    outputs = [
+        {
+            "prefix": output,
+            "bin_bytes": key.bytes,
+            "idx_bytes": 34 + 12 * key.sequences + 8 * (key.documents + 1),
+            "sequences": key.sequences,
+            "documents": key.documents,
+            "dtype": str(request.dtype),
+        }
+        for output, key in zip(request.outputs, state.keys, strict=True)
+    ]
+    digests = {file.path: workspace.digests.get(file.number, "") for file in request.files}
+    details = {
+        "outputs": outputs,
+        "input_digests_xxh3_128": digests,
+        "tokenizer": {
+            "type": request.recipe.tokenizer_type,
+            "digest_sha256": request.recipe.digest,
+            "vocab_size": request.recipe.vocab_size,
+            "eod": request.recipe.eod,
+        },
+        "workers": request.workers,
+    }
+    bad = Path(request.prefix + ".bad.jsonl")
+    if state.bad:
+        publish_bytes(bad, (workspace.folder / "bad.jsonl").read_bytes())
+    else:
+        bad.unlink(missing_ok=True)
+    publish_bytes(record, describe(summary, settings, details))
+    publish_pairs([(*pair, output) for pair, output in zip(pairs, request.outputs, strict=True)])
+    return summary
+
+
+class CrossCheck:
+    """A sample of every run's texts goes through the reference engine too; the first differing id ends the run."""
+
+    def __init__(self, request: Request) -> None:
+        self._recipe, self._wanted = request.recipe, request.recipe.family == "json" and request.engine != "reference"
+        self._reference: Tokenizer | None = None
+
+    def load(self) -> None:
+        if self._wanted and self._reference is None:
+            self._reference = Tokenizer(self._recipe, "reference")
+
+    def compare(self, samples: Sequence[tuple[str, bytes]]) -> None:
+        if not samples:
+            return
+        self.load()
+        assert self._reference is not None
+        ids, offsets = self._reference.encode_batch([text for text, _ in samples])
+        for number, (text, got) in enumerate(samples):
+            expected = ids[offsets[number] : offsets[number + 1]]
+            if expected.tobytes() != got:
+                raise HoldfastError(
+                    f"the fast engine and {self._reference.engine} give different tokens for the text {text[:60]!r}...; "
+                    "this is a bug of the fast engine: run again with --tokenizer-engine reference"
+                )
+
+
+def _own_memory() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -4,33 +4,26 @@ The invariant: each line is a document, a bad line with a reason, or blank; the 
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
-Value = str | list[str]
+from holdfast.data.sources import BadLine, Batch, InputFile, Unit, Value
+from holdfast.data.sources.lines import line_units, unit_lines
+
 UTF8_BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class BadLine:
-    """A line that is no document: its number in the batch (from 0), its byte offset in the batch, what is wrong with it."""
-
-    line: int
-    offset: int
-    reason: str
+def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
+    return line_units(file, unit_bytes)
 
 
-@dataclass
-class Batch:
-    """Documents of consecutive lines: per key a list with a value per document."""
-
-    values: list[list[Value]]
-    lines: int
-    blank: int = 0
-    bad: list[BadLine] = field(default_factory=list)
+def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+    for block in unit_lines(unit):
+        batch = parse_lines(block, keys)
+        batch.content = block
+        yield batch
 
 
 def parse_lines(data: bytes, keys: Sequence[str]) -> Batch:
@@ -48,20 +41,18 @@ def parse_lines(data: bytes, keys: Sequence[str]) -> Batch:
             values = [[record[key] for record in records] for key in keys]
         # One pass at C speed: only strings, which is nearly every corpus.
         if all(set(map(type, column)) <= {str} for column in values):
-            return Batch(values, len(lines))
+            return Batch(values, len(lines), len(data))
     except (ValueError, KeyError, TypeError, IndexError):
         pass
-    return _parse_carefully(lines, keys)
+    return _parse_carefully(lines, keys, len(data))
 
 
-def _parse_carefully(lines: Sequence[bytes], keys: Sequence[str]) -> Batch:
+def _parse_carefully(lines: Sequence[bytes], keys: Sequence[str], size: int) -> Batch:
     """Line by line, after something in the batch was not a plain document."""
-    batch = Batch([[] for _ in keys], len(lines))
+    batch = Batch([[] for _ in keys], len(lines), size)
     offset = 0
     for number, line in enumerate(lines):
-        if not line.strip():
-            batch.blank += 1
-        else:
+        if line.strip():
             try:
                 for column, value in zip(batch.values, parse_line(line, keys), strict=True):
                     column.append(value)

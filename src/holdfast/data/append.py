@@ -1,0 +1,33 @@
+"""Copying a stretch of one file to the end of another, inside the kernel where it can."""
+
+import errno
+import os
+
+COPY_BYTES = 64 << 20
+FALLBACK_BYTES = 8 << 20
+
+
+def append_file(source: int, start: int, destination: int, count: int) -> None:
+    """Appends `count` bytes of `source` from `start` on, at the current position of `destination`."""
+    while count:
+        try:
+            copied = os.copy_file_range(source, destination, min(count, COPY_BYTES), start)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+                raise
+            copied = _write(destination, os.pread(source, min(count, FALLBACK_BYTES), start))
+        if not copied:
+            # Some file systems answer 0 where they should refuse; reading tells a short file from that.
+            piece = os.pread(source, min(count, FALLBACK_BYTES), start)
+            if not piece:
+                raise EOFError(f"the file ends {count} bytes too early")
+            copied = _write(destination, piece)
+        start += copied
+        count -= copied
+
+
+def _write(destination: int, content: bytes) -> int:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(destination, view) :]
+    return len(content)

@@ -1,0 +1,119 @@
+"""The workers of a run, seen from the process that leads them: units go out in order, answers come back as they are ready.
+
+The invariant: when a Crew is closed, for whatever reason, none of its processes is left.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import holdfast
+from holdfast.data.sources import Unit
+from holdfast.data.worker import Answer, Job
+from holdfast.errors import HoldfastError
+
+# Not `-m`: what a worker pickles must come from a module of the same name as here.
+START = "import sys; from holdfast.data.worker import main; sys.exit(main())"
+
+
+class Crew:
+    """Worker processes in a session of their own, so that Ctrl-C reaches this process alone, which then ends them."""
+
+    def __init__(self, job: Job, workers: int) -> None:
+        pairs = [socket.socketpair() for _ in range(workers)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        package = str(Path(holdfast.__file__).parent.parent)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+            # One worker is one thread: pools that size themselves by the machine would fight over it.
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "RAYON_NUM_THREADS": "1",
+            "FASTOKENS_BPE_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, *map(str, theirs)],
+            stdin=subprocess.PIPE,
+            pass_fds=theirs,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(pickle.dumps(job))
+        self._process.stdin.close()
+        self._connections = [Connection(pair[0].detach()) for pair in pairs]
+        for pair in pairs:
+            pair[1].close()
+        self.engine = ""
+        self.memory = [0] * workers
+
+    def answers(self, units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[Unit, Answer]]:
+        """Hands out the units and gives each back with its answer, in the order of completion."""
+        busy: dict[Connection, tuple[int, Unit]] = {}
+        loading = set(self._connections)
+        more = True
+        while more or busy or loading:
+            for ready in wait([*busy, *loading]):
+                assert isinstance(ready, Connection)
+                message = self._receive(ready)
+                if ready in loading:
+                    loading.remove(ready)
+                    self.engine = str(message)
+                else:
+                    assert isinstance(message, Answer)
+                    _, unit = busy.pop(ready)
+                    self.memory[self._connections.index(ready)] = message.memory
+                    following = next(units, None) if more else None
+                    if following is not None:
+                        # Out goes the next unit first, so that the worker computes while its answer is dealt with.
+                        busy[ready] = following
+                        ready.send(following)
+                    more = more and following is not None
+                    yield unit, message
+                    continue
+                following = next(units, None) if more else None
+                more = more and following is not None
+                if following is not None:
+                    busy[ready] = following
+                    ready.send(following)
+
+    def _receive(self, connection: Connection) -> object:
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionError) as error:
+            try:
+                status = self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                status = 0
+            killer = -status if status < 0 else status - 128
+            reason = f"was killed by signal {killer}" if killer > 0 else "ended before its work was done"
+            hint = "; most likely memory ran out: use fewer --workers" if killer == signal.SIGKILL else ""
+            raise HoldfastError(f"a worker {reason}{hint}; what is done is kept, call again to go on") from error
+
+    def close(self, *, kill: bool = True) -> None:
+        for connection in self._connections:
+            connection.close()
+        if not kill:
+            # Workers whose connection is closed go by themselves.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+        # The group is there as long as its leader has not been waited for.
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(kill=kind is not None)

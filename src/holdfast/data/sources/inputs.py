@@ -1,0 +1,82 @@
+"""From what the user wrote after --input to a list of files with their kind: names, globs, folders, `-` for standard input.
+
+The order is the user's; within a glob or a folder it is the order of the names, so that the dataset does not depend on the disk.
+"""
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.data.sources import InputFile
+from holdfast.data.sources.compressed import sniff
+from holdfast.errors import HoldfastError
+
+PARQUET_MAGIC = b"PAR1"
+LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
+COMPRESSION_SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
+# From this many files on, that are compressed in one piece each, every worker reads a file of its own.
+SHARED_OUT_FROM = 8
+
+
+def find_inputs(names: Sequence[str | Path]) -> list[InputFile]:
+    paths = [path for name in names for path in _expand(str(name))]
+    if not paths:
+        raise HoldfastError("there is no input; --input takes files, globs, folders, or - for standard input")
+    files = [_classify(number, path) for number, path in enumerate(paths)]
+    whole = [file for file in files if file.compression in ("gz", "xz", "zst", "bz2") and file.source == "jsonl"]
+    if len(whole) >= SHARED_OUT_FROM:
+        files = [_shared(file) if file.compression else file for file in files]
+    return files
+
+
+def _shared(file: InputFile) -> InputFile:
+    return InputFile(file.number, file.path, file.source, file.compression, file.size, shared_out=True)
+
+
+def _expand(name: str) -> list[str]:
+    if name == "-":
+        return [name]
+    if os.path.isdir(name):
+        found = sorted(str(path) for path in Path(name).rglob("*") if path.is_file() and _is_input(path.name))
+        if not found:
+            raise HoldfastError(
+                f"the folder {name} holds no input (.jsonl, .json, .txt, .parquet, plain or compressed)"
+            )
+        return found
+    if os.path.exists(name):
+        return [name]
+    found = sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
+    if not found:
+        raise HoldfastError(f"{name} does not exist" if not glob.has_magic(name) else f"no file matches {name}")
+    return found
+
+
+def _is_input(name: str) -> bool:
+    bare = name
+    for suffix in COMPRESSION_SUFFIXES:
+        bare = bare.removesuffix(suffix)
+    hidden = name.startswith(".") or name.endswith(".bad.jsonl")
+    return not hidden and bare.endswith((*LINE_SUFFIXES, ".txt", ".parquet"))
+
+
+def _classify(number: int, path: str) -> InputFile:
+    if path == "-":
+        return InputFile(number, path, "jsonl", "", 0)
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(8)
+        size = os.stat(path).st_size
+    except OSError as error:
+        raise HoldfastError(f"cannot read {path}: {error.strerror}") from error
+    compression = sniff(magic)
+    bare = path
+    for suffix in COMPRESSION_SUFFIXES:
+        bare = bare.removesuffix(suffix)
+    if magic[:4] == PARQUET_MAGIC:
+        source = "parquet"
+    elif bare.endswith(".txt"):
+        source = "text"
+    else:
+        source = "jsonl"
+    return InputFile(number, path, source, compression, size)

@@ -1,0 +1,62 @@
+"""Parquet: the keys are columns of strings or of lists of strings; a unit is a row group; a row counts as a line."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from holdfast.data.sources import BadLine, Batch, InputFile, Unit, Value
+from holdfast.errors import HoldfastError
+
+BATCH_ROWS = 4096
+
+
+def _open(path: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise HoldfastError(
+            f"{path} is a Parquet file; reading it needs pyarrow: pip install 'holdfast[parquet]'"
+        ) from error
+    try:
+        return pyarrow.parquet.ParquetFile(path, memory_map=False)
+    except (OSError, ValueError) as error:
+        raise HoldfastError(f"{path} is a damaged Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
+    groups = _open(file.path).num_row_groups
+    for group in range(groups):
+        position, after = file.size * group // groups, file.size * (group + 1) // groups
+        yield Unit(file.number, file.path, file.source, "rows", group, group + 1, position, after - position)
+
+
+def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+    file = _open(unit.path)
+    missing = [key for key in keys if key not in file.schema_arrow.names]
+    if missing:
+        raise HoldfastError(f"{unit.path} has no column '{missing[0]}' (it has: {', '.join(file.schema_arrow.names)})")
+    try:
+        for rows in file.iter_batches(BATCH_ROWS, row_groups=[unit.start], columns=list(keys), use_threads=False):
+            yield _batch([rows.column(key).to_pylist() for key in keys], keys, rows.nbytes)
+    except (OSError, ValueError) as error:
+        raise HoldfastError(f"{unit.path} is a damaged Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _batch(columns: list[list[Any]], keys: Sequence[str], size: int) -> Batch:
+    rows = len(columns[0])
+    if all(set(map(type, column)) <= {str} for column in columns):
+        return Batch(columns, rows, size)
+    batch = Batch([[] for _ in keys], rows, size)
+    for row, values in enumerate(zip(*columns, strict=True)):
+        reason = next(
+            (f"its '{key}' is not a text" for key, value in zip(keys, values, strict=True) if not _is_text(value)), ""
+        )
+        if reason:
+            batch.bad.append(BadLine(row, 0, reason))
+        else:
+            for column, value in zip(batch.values, values, strict=True):
+                column.append(value)
+    return batch
+
+
+def _is_text(value: Value | Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))

@@ -1,0 +1,214 @@
+"""A worker of `preprocess`: takes units from its connection, writes each as a part, answers with what the part holds.
+
+Started as a new interpreter that calls `main`, with a pickled Job on standard input: it loads the tokenizer once
+and forks a worker per connection, so a crowd of workers shares one copy of it and the caller's own process is never forked.
+The invariant: a worker lives no longer than the other end of its connection, and a part that is answered for is complete.
+"""
+
+import gc
+import os
+import pickle
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from holdfast.data.encode import Encoded, encode_documents
+from holdfast.data.sentences import Splitter
+from holdfast.data.sources import Batch, Unit, read_unit
+from holdfast.errors import HoldfastError
+from holdfast.tokenizers import Recipe, Tokenizer
+
+# A worker whose memory passes this builds its tokenizer anew: engines cache the words they have seen.
+MEMORY_LIMIT_BYTES = 300 << 20
+REBUILD_AFTER_UNITS = 64
+SAMPLE_TEXT_CHARACTERS = 16 << 10
+FIRST_SAMPLE_TEXTS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers of a run are told once."""
+
+    recipe: Recipe
+    engine: str
+    keys: tuple[str, ...]
+    eod: int | None
+    dtype: str
+    folder: str
+    language: str | None = None
+    """Cut texts into sentences of this language."""
+    keep_newlines: bool = False
+
+
+@dataclass
+class Part:
+    """What a unit came to. The files of the part lie in the folder of the job until they are appended to the dataset."""
+
+    unit: int
+    file: int
+    lines: int = 0
+    size: int = 0
+    documents: int = 0
+    tokens: list[int] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+    bad: list[tuple[int, int, str]] = field(default_factory=list)
+    """Bad lines: number and byte offset within the unit, and the reason."""
+    digest: str = ""
+    weight: int = 0
+
+
+@dataclass
+class Answer:
+    part: Part | None = None
+    error: str = ""
+    no_room: bool = False
+    samples: list[tuple[str, bytes]] = field(default_factory=list)
+    """Texts with the ids (uint32) that went into the part, for the caller to compare with the reference engine."""
+    memory: int = 0
+
+
+def part_path(folder: str | Path, unit: int, key: int) -> Path:
+    return Path(folder, f"{unit:010d}-{key}.part")
+
+
+def process_unit(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, number: int, unit: Unit) -> Answer:
+    """Reads, tokenizes and writes one unit. A part file is tokens, then lengths (int32), then document ends (int64)."""
+    part = Part(number, unit.file, weight=unit.weight)
+    answer = Answer(part)
+    digest = xxhash.xxh3_128()
+    lengths: list[list[np.ndarray]] = [[] for _ in job.keys]
+    ends: list[list[np.ndarray]] = [[] for _ in job.keys]
+    part.sequences, part.tokens = [0] * len(job.keys), [0] * len(job.keys)
+    files = [part_path(job.folder, number, key).open("wb", buffering=0) for key in range(len(job.keys))]
+    try:
+        for batch in read_unit(unit, job.keys):
+            digest.update(batch.content)
+            _count(part, batch)
+            for key, values in enumerate(batch.values):
+                if splitter is not None:
+                    values = [splitter.split(value) if isinstance(value, str) else value for value in values]
+                encoded = encode_documents(values, tokenizer, job.eod, job.dtype)
+                if not tokenizer.is_reference:
+                    answer.samples += _sample(encoded, number)
+                _write(files[key], encoded.tokens)
+                lengths[key].append(encoded.lengths)
+                ends[key].append(encoded.documents + part.sequences[key])
+                part.sequences[key] += len(encoded.lengths)
+                part.tokens[key] += len(encoded.tokens)
+        for key, file in enumerate(files):
+            _write(file, np.concatenate([np.empty(0, np.int32), *lengths[key]]))
+            _write(file, np.concatenate([np.empty(0, np.int64), *ends[key]]))
+    finally:
+        for file in files:
+            file.close()
+    part.digest = digest.hexdigest()
+    return answer
+
+
+def _count(part: Part, batch: Batch) -> None:
+    part.bad += [(part.lines + bad.line, part.size + bad.offset, bad.reason) for bad in batch.bad]
+    part.lines += batch.lines
+    part.size += batch.size
+    part.documents += batch.documents
+
+
+def _write(file: object, array: np.ndarray) -> None:
+    view = np.ascontiguousarray(array).view(np.uint8).data
+    while view:
+        view = view[file.write(view) :]  # type: ignore[attr-defined]
+
+
+def _sample(encoded: Encoded, number: int) -> list[tuple[str, bytes]]:
+    """One text of the batch, chosen by the unit's number; several of the first unit."""
+    count = len(encoded.texts)
+    wanted = FIRST_SAMPLE_TEXTS if number == 0 else 1
+    chosen = {(number * 2654435761 + turn * 40503) % count for turn in range(wanted)} if count else set()
+    return [
+        (encoded.texts[i], encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tobytes())
+        for i in sorted(chosen)
+        if len(encoded.texts[i]) <= SAMPLE_TEXT_CHARACTERS
+    ]
+
+
+def serve(job: Job, tokenizer: Tokenizer, connection: Connection) -> None:
+    """Units in, answers out, until the other end is gone."""
+    splitter = Splitter(job.language, job.keep_newlines) if job.language else None
+    # Batches are plain lists and strings without cycles: collecting would only walk over them again and again.
+    gc.disable()
+    connection.send(tokenizer.engine)
+    since_built = 0
+    while True:
+        number, unit = connection.recv()
+        answer = _process(job, tokenizer, splitter, number, unit)
+        answer.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        connection.send(answer)
+        since_built += 1
+        if since_built >= REBUILD_AFTER_UNITS and _resident_bytes() > MEMORY_LIMIT_BYTES:
+            tokenizer, since_built = Tokenizer(job.recipe, job.engine), 0  # type: ignore[arg-type]
+
+
+def _process(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, number: int, unit: Unit) -> Answer:
+    try:
+        return process_unit(job, tokenizer, splitter, number, unit)
+    except HoldfastError as error:
+        return Answer(error=str(error))
+    except OSError as error:
+        import errno
+
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return Answer(error=f"{error.strerror}: {error.filename or unit.path}", no_room=full)
+    except Exception:
+        return Answer(error=f"a worker failed on {unit}:\n{traceback.format_exc()}")
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def main() -> int:
+    """The life of the process that a Crew starts; its arguments are the descriptors of the connections."""
+    descriptors = [int(word) for word in sys.argv[1:]]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    job: Job = pickle.load(sys.stdin.buffer)
+    tokenizer = Tokenizer(job.recipe, job.engine)  # type: ignore[arg-type]
+    gc.freeze()
+    children = set()
+    for descriptor in descriptors:
+        child = os.fork()
+        if child == 0:
+            _be_worker(job, tokenizer, descriptor, [other for other in descriptors if other != descriptor])
+        children.add(child)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    while children:
+        child, code = os.wait()
+        children.remove(child)
+        if code:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            return 128 + os.WTERMSIG(code) if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
+    return 0
+
+
+def _be_worker(job: Job, tokenizer: Tokenizer, descriptor: int, others: Sequence[int]) -> None:
+    for other in others:
+        os.close(other)
+    try:
+        serve(job, tokenizer, Connection(descriptor))
+    except (EOFError, ConnectionError, BrokenPipeError):
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
