@@ -1,0 +1,207 @@
+"""`preprocess` writes Megatron's bytes, whatever the text, the keys, the workers and the tokenizer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast import IndexedDataset, preprocess
+from holdfast.errors import HoldfastError, UsageError
+from tests.data.conftest import TokenizerFiles
+from tests.data.corpora import (
+    dataset_bytes,
+    every_code_point,
+    megatron_bytes,
+    megatron_documents,
+    nasty_lines,
+    pair,
+    prose,
+)
+
+
+def write_lines(path: Path, lines: list[bytes], end: bytes = b"\n") -> Path:
+    path.write_bytes(b"\n".join(lines) + end)
+    return path
+
+
+@pytest.mark.parametrize("append_eod", [True, False])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_nasty_corpus_gives_megatrons_bytes(
+    tmp_path: Path, gpt2: TokenizerFiles, workers: int, append_eod: bool
+) -> None:
+    lines = nasty_lines() + prose(30)
+    source = write_lines(tmp_path / "nasty.jsonl", lines, b"")
+    summary = preprocess(source, tmp_path / "out", **gpt2.arguments(), append_eod=append_eod, workers=workers)  # type: ignore[arg-type]
+    documents = megatron_documents(lines, "text", gpt2.build(), append_eod)
+    written = pair(tmp_path / "out_text_document")
+    assert written == dataset_bytes(documents)
+    oracle = megatron_bytes(documents, tmp_path)
+    assert oracle is None or written == oracle
+    assert summary.documents == len(lines)
+    assert summary.tokens == sum(len(sequence) for document in documents for sequence in document)
+    assert "fastokens" in summary.engine
+
+
+def test_every_code_point_below_30000_in_context_gives_megatrons_bytes(tmp_path: Path, gpt2: TokenizerFiles) -> None:
+    lines = [json.dumps({"text": text}).encode() for text in every_code_point()]
+    source = write_lines(tmp_path / "points.jsonl", lines)
+    preprocess(source, tmp_path / "out", **gpt2.arguments(), append_eod=True, workers=2)  # type: ignore[arg-type]
+    assert pair(tmp_path / "out_text_document") == dataset_bytes(megatron_documents(lines, "text", gpt2.build(), True))
+
+
+def test_order_is_kept_over_many_units_and_workers(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    # 3 MB in units of 256 KB: cuts fall anywhere in lines, and five workers finish them out of order.
+    lines = prose(3000)
+    source = write_lines(tmp_path / "prose.jsonl", lines)
+    assert source.stat().st_size > 8 * (256 << 10)
+    results = []
+    for workers in (1, 2, 5):
+        prefix = tmp_path / f"out{workers}"
+        preprocess(source, prefix, **small_bpe.arguments(), append_eod=True, workers=workers)  # type: ignore[arg-type]
+        results.append(pair(f"{prefix}_text_document"))
+    assert results[0] == results[1] == results[2]
+    dataset = IndexedDataset(tmp_path / "out1_text_document")
+    tokenizer = small_bpe.build()
+    for number in (0, 1, 1500, 2999):
+        assert tokenizer.decode(dataset[number][:-1].tolist()) == json.loads(lines[number])["text"]
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
+def test_line_ends_do_not_matter(tmp_path: Path, small_bpe: TokenizerFiles, ending: bytes) -> None:
+    lines = [json.dumps({"text": text}).encode() for text in ("one", "two", "three")]
+    joiner = ending or b"\n"
+    (tmp_path / "a.jsonl").write_bytes(joiner.join(lines) + ending)
+    preprocess(tmp_path / "a.jsonl", tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    assert pair(tmp_path / "out_text_document") == dataset_bytes(
+        megatron_documents(lines, "text", small_bpe.build(), False)
+    )
+
+
+def test_blank_lines_are_passed_over(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"text": "one"}\n\n  \n{"text": "two"}\n\n')
+    summary = preprocess(tmp_path / "a.jsonl", tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    assert (summary.documents, summary.bad_lines) == (2, 0)
+
+
+def test_several_keys_make_a_dataset_each(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    lines = [json.dumps({"title": f"title {n}", "body": ["s one", "", f"s {n}"], "x": 0}).encode() for n in range(50)]
+    source = write_lines(tmp_path / "a.jsonl", lines)
+    summary = preprocess(
+        source, tmp_path / "out", **small_bpe.arguments(), json_keys=["title", "body"], append_eod=True
+    )  # type: ignore[arg-type]
+    assert [Path(output).name for output in summary.outputs] == ["out_title_document", "out_body_document"]
+    for key in ("title", "body"):
+        expected = dataset_bytes(megatron_documents(lines, key, small_bpe.build(), True))
+        assert pair(tmp_path / f"out_{key}_document") == expected
+
+
+def test_a_large_vocabulary_takes_four_bytes_per_token(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    vocabulary = json.loads(small_bpe.vocab_file.read_text())
+    vocabulary |= {f"filler{number}": number for number in range(len(vocabulary), 65500)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    files = TokenizerFiles("GPT2BPETokenizer", tmp_path / "vocab.json", small_bpe.merge_file)
+    lines = [b'{"text": "four bytes"}']
+    source = write_lines(tmp_path / "a.jsonl", lines)
+    preprocess(source, tmp_path / "out", **files.arguments(), append_eod=True)  # type: ignore[arg-type]
+    documents = megatron_documents(lines, "text", files.build(), True)
+    assert pair(tmp_path / "out_text_document") == dataset_bytes(documents, "<i4", 4)
+    oracle = megatron_bytes(documents, tmp_path, np.int32)
+    assert oracle is None or pair(tmp_path / "out_text_document") == oracle
+
+
+def test_the_reference_engine_gives_the_same_bytes(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    source = write_lines(tmp_path / "a.jsonl", nasty_lines())
+    engines = []
+    for engine in ("fast", "reference"):
+        summary = preprocess(source, tmp_path / engine, **small_bpe.arguments(), tokenizer_engine=engine)  # type: ignore[arg-type]
+        engines.append(summary.engine.split()[0])
+    assert engines == ["fastokens", "tokenizers"]
+    assert pair(tmp_path / "fast_text_document") == pair(tmp_path / "reference_text_document")
+
+
+def test_the_provenance_says_what_was_made_of_what(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [b'{"text": "one two"}'])
+    summary = preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["summary"]["tokens"] == summary.tokens
+    assert record["tokenizer"]["vocab_size"] == 1000
+    assert len(record["tokenizer"]["digest_sha256"]) == 64
+    assert len(record["input_digests_xxh3_128"][str(source)]) == 32
+    assert record["versions"]["fastokens"]
+    assert record["settings"]["inputs"][0]["size"] == source.stat().st_size
+    again = preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    assert again.already_complete
+    assert again.tokens == summary.tokens
+
+
+def test_an_input_named_as_the_provenance_is_left_alone(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    source = write_lines(tmp_path / "corpus.json", [b'{"text": "one two"}'])
+    before = source.read_bytes()
+    preprocess(source, tmp_path / "corpus", **small_bpe.arguments())  # type: ignore[arg-type]
+    assert source.read_bytes() == before
+    assert json.loads((tmp_path / "corpus.provenance.json").read_text())["summary"]["documents"] == 1
+
+
+def test_another_dataset_under_the_prefix_is_not_replaced_unasked(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    first = write_lines(tmp_path / "a.jsonl", [b'{"text": "one"}'])
+    second = write_lines(tmp_path / "b.jsonl", [b'{"text": "another one"}'])
+    preprocess(first, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    before = pair(tmp_path / "out_text_document")
+    with pytest.raises(HoldfastError, match="--overwrite"):
+        preprocess(second, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    assert pair(tmp_path / "out_text_document") == before
+    preprocess(second, tmp_path / "out", **small_bpe.arguments(), overwrite=True)  # type: ignore[arg-type]
+    assert pair(tmp_path / "out_text_document") != before
+    assert not list(tmp_path.glob("*.preprocessing"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"input": "absent.jsonl"}, HoldfastError, "absent.jsonl does not exist"),
+        ({"input": "no/*.jsonl"}, HoldfastError, "no file matches"),
+        ({"vocab_file": "absent.json"}, HoldfastError, "absent.json does not exist"),
+        ({"merge_file": None}, UsageError, "needs --merge-file"),
+        ({"tokenizer_type": "GPT2"}, UsageError, "perhaps you meant GPT2BPETokenizer"),
+        ({"json_keys": ["text", "text"]}, UsageError, "different keys"),
+        ({"workers": 0}, UsageError, "count from 1"),
+        ({"partition_index": 0}, UsageError, "--partitions"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    tmp_path: Path, small_bpe: TokenizerFiles, arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [b'{"text": "one"}'])
+    everything = {"input": source, "output_prefix": tmp_path / "out", **small_bpe.arguments(), **arguments}
+    with pytest.raises(error, match=message):
+        preprocess(**everything)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n")
+    with pytest.raises(HoldfastError, match="no document found"):
+        preprocess(tmp_path / "a.jsonl", tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    assert not (tmp_path / "out_text_document.idx").exists()
+
+
+def test_the_command_never_imports_torch(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [b'{"text": "one"}'])
+    arguments = ["preprocess", "--input", str(source), "--output-prefix", str(tmp_path / "out"), *small_bpe.flags()]
+    code = "import sys; from holdfast.cli import run; run(sys.argv[1:]); assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}/out_text_document\n"
+
+
+def test_log_interval_prints_megatrons_lines(
+    tmp_path: Path, small_bpe: TokenizerFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", prose(250))
+    preprocess(source, tmp_path / "out", **small_bpe.arguments(), log_interval=100)  # type: ignore[arg-type]
+    printed = capsys.readouterr().err
+    assert "Processed 200 documents (" in printed
+    assert "docs/s, " in printed
