@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.data.conftest import TokenizerFiles
+from tests.data.corpora import dataset_bytes, megatron_documents, pair, prose
 
 from holdfast import preprocess
 from holdfast.errors import HoldfastError
-from tests.data.conftest import TokenizerFiles
-from tests.data.corpora import dataset_bytes, megatron_documents, pair, prose
 
 BAD_LINES = {
     "truncated": (b'{"text": "never ends', "not JSON"),
@@ -38,7 +38,9 @@ def good_lines() -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_stops_the_run_with_its_place(tmp_path: Path, small_bpe: TokenizerFiles, good_lines: list[bytes], kind: str) -> None:
+def test_a_bad_line_stops_the_run_with_its_place(
+    tmp_path: Path, small_bpe: TokenizerFiles, good_lines: list[bytes], kind: str
+) -> None:
     bad, reason = BAD_LINES[kind]
     lines = [*good_lines[:700], bad, *good_lines[700:]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
@@ -52,7 +54,9 @@ def test_a_bad_line_stops_the_run_with_its_place(tmp_path: Path, small_bpe: Toke
     assert not list(tmp_path.glob("out_text*"))
 
 
-def test_all_kinds_are_skipped_counted_and_listed(tmp_path: Path, small_bpe: TokenizerFiles, good_lines: list[bytes]) -> None:
+def test_all_kinds_are_skipped_counted_and_listed(
+    tmp_path: Path, small_bpe: TokenizerFiles, good_lines: list[bytes]
+) -> None:
     lines = []
     places = {}
     for number, good in enumerate(good_lines):

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from holdfast import IndexedDataset, preprocess
-from holdfast.errors import HoldfastError, UsageError
 from tests.data.conftest import TokenizerFiles
 from tests.data.corpora import (
     dataset_bytes,
@@ -20,6 +17,9 @@ from tests.data.corpora import (
     pair,
     prose,
 )
+
+from holdfast import IndexedDataset, preprocess
+from holdfast.errors import HoldfastError, UsageError
 
 
 def write_lines(path: Path, lines: list[bytes], end: bytes = b"\n") -> Path:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.data.conftest import TokenizerFiles
+from tests.data.corpora import pair, prose
 
 from holdfast import preprocess
 from holdfast.errors import HoldfastError
-from tests.data.conftest import TokenizerFiles
-from tests.data.corpora import pair, prose
 
 
 def command(source: Path, prefix: Path, files: TokenizerFiles, *more: str) -> list[str]:
@@ -88,7 +88,9 @@ def test_killed_at_twenty_random_instants_it_ends_with_the_same_bytes(
     assert not list(tmp_path.glob("*.preprocessing"))
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path, source: Path, small_bpe: TokenizerFiles, expected: tuple[bytes, bytes]) -> None:
+def test_what_is_done_is_not_done_again(
+    tmp_path: Path, source: Path, small_bpe: TokenizerFiles, expected: tuple[bytes, bytes]
+) -> None:
     journal = tmp_path / "out.preprocessing/journal.jsonl"
     process = start(command(source, tmp_path / "out", small_bpe))
     wait_for(lambda: journal.exists() and journal.read_bytes().count(b'"next_unit"') >= 4, process)
