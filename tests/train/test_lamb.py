@@ -1,0 +1,163 @@
+"""LAMB against an implementation in float64 NumPy that was written apart from it, and over real ranks against one."""
+
+import copy
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from holdfast.train.lamb import Lamb
+
+SHAPES = [(7, 5), (5,), (3, 4, 2), (6,)]
+STEPS = 50
+
+
+class NumpyLamb:
+    """One parameter at a time, in float64, straight from the formulas. The last two parameters have no decay."""
+
+    def __init__(self, parameters: list[np.ndarray], lr: float, weight_decay: float, **options: object) -> None:
+        self.parameters, self.lr, self.options = parameters, lr, options
+        self.decay = [weight_decay, weight_decay, 0.0, 0.0]
+        self.m = [np.zeros_like(p) for p in parameters]
+        self.v = [np.zeros_like(p) for p in parameters]
+        self.t = 0
+
+    def step(self, gradients: list[np.ndarray]) -> None:
+        self.t += 1
+        beta1, beta2, eps = 0.9, 0.999, 1e-6
+        limit = self.options["max_grad_norm"]
+        if limit is not None:
+            norm = np.sqrt(sum((g**2).sum() for g in gradients))
+            if norm > limit:
+                gradients = [g * limit / norm for g in gradients]
+        for i, gradient in enumerate(gradients):
+            beta3 = 1 - beta1 if self.options["grad_averaging"] else 1.0
+            self.m[i] = beta1 * self.m[i] + beta3 * gradient
+            self.v[i] = beta2 * self.v[i] + (1 - beta2) * gradient**2
+            m, v = self.m[i], self.v[i]
+            if self.options["bias_correction"]:
+                m, v = m / (1 - beta1**self.t), v / (1 - beta2**self.t)
+            update = m / (np.sqrt(v) + eps) + self.decay[i] * self.parameters[i]
+            ratio = 1.0
+            if self.decay[i] or self.options["use_nvlamb"]:
+                length, update_length = np.linalg.norm(self.parameters[i]), np.linalg.norm(update)
+                if length > 0 and update_length > 0:
+                    ratio = length / update_length
+            self.parameters[i] = self.parameters[i] - self.lr * ratio * update
+
+
+def initial() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    values = [random.standard_normal(shape) for shape in SHAPES]
+    # A parameter that starts at zero, as biases do, has no length to step by.
+    values[1][:] = 0.0
+    return values
+
+
+def gradients_of(step: int) -> list[np.ndarray]:
+    random = np.random.default_rng(100 + step)
+    return [random.standard_normal(shape) * 10.0 ** random.integers(-3, 2) for shape in SHAPES]
+
+
+def optimizer_for(tensors: list[torch.nn.Parameter], lr: float, weight_decay: float, **options: object) -> Lamb:
+    groups = [{"params": tensors[:2], "weight_decay": weight_decay}, {"params": tensors[2:], "weight_decay": 0.0}]
+    return Lamb(groups, lr=lr, betas=(0.9, 0.999), eps=1e-6, **options)
+
+
+OPTIONS = [
+    dict(zip(("bias_correction", "grad_averaging", "use_nvlamb", "max_grad_norm"), values, strict=True))
+    for values in itertools.product([True, False], [True, False], [True, False], [None, 1.0])
+]
+
+
+@pytest.mark.parametrize("weight_decay", [0.01, 0.0])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(f"{v}" for v in options.values()))
+def test_fifty_steps_equal_numpy_in_float64(options: dict[str, object], weight_decay: float) -> None:
+    expected = NumpyLamb(initial(), 0.02, weight_decay, **options)
+    tensors = [torch.nn.Parameter(torch.from_numpy(value)) for value in initial()]
+    lamb = optimizer_for(tensors, 0.02, weight_decay, **options)
+    for step in range(STEPS):
+        for tensor, gradient in zip(tensors, gradients_of(step), strict=True):
+            tensor.grad = torch.from_numpy(gradient)
+        lamb.step()
+        expected.step(gradients_of(step))
+    for tensor, value in zip(tensors, expected.parameters, strict=True):
+        np.testing.assert_allclose(tensor.detach().numpy(), value, rtol=1e-10, atol=1e-10)
+
+
+def test_state_is_named_as_adam_s_and_resumes_to_the_bit() -> None:
+    def run(lamb: Lamb, tensors: list[torch.nn.Parameter], steps: range) -> None:
+        for step in steps:
+            for tensor, gradient in zip(tensors, gradients_of(step), strict=True):
+                tensor.grad = torch.from_numpy(gradient).float()
+            lamb.step()
+
+    tensors = [torch.nn.Parameter(torch.from_numpy(value).float()) for value in initial()]
+    lamb = optimizer_for(tensors, 0.02, 0.01)
+    run(lamb, tensors, range(5))
+    assert set(lamb.state[tensors[0]]) == {"exp_avg", "exp_avg_sq", "step"}
+    copies = [torch.nn.Parameter(tensor.detach().clone()) for tensor in tensors]
+    resumed = optimizer_for(copies, 0.02, 0.01)
+    resumed.load_state_dict(copy.deepcopy(lamb.state_dict()))
+    run(lamb, tensors, range(5, 10))
+    run(resumed, copies, range(5, 10))
+    for tensor, other in zip(tensors, copies, strict=True):
+        assert torch.equal(tensor, other)
+
+
+def test_parameters_without_gradient_stay() -> None:
+    with_gradient, without = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    lamb = Lamb([with_gradient, without], lr=0.1)
+    with_gradient.grad = torch.ones(3)
+    lamb.step()
+    assert torch.equal(without, torch.ones(3))
+    assert without not in lamb.state
+    assert not torch.equal(with_gradient, torch.ones(3))
+
+
+def run_rank(rank: int, world: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    # Two axes, as tensor parallelism and sharded data parallelism have: each parameter is cut over one, both or none.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    axes = [("tensor", "shard"), ("shard",), ("tensor",), ()]
+    tensors, cuts = [], []
+    for value, cut in zip(initial(), axes, strict=True):
+        if not cut:
+            tensors.append(torch.nn.Parameter(torch.from_numpy(value)))
+            cuts.append(None)
+            continue
+        part = mesh if len(cut) == 2 else mesh[cut[0]]
+        placements = [Shard(0), Shard(1)] if len(cut) == 2 else [Shard(0)]
+        tensors.append(torch.nn.Parameter(distribute_tensor(torch.from_numpy(value), part, placements)))
+        cuts.append((part, placements))
+    lamb = optimizer_for(tensors, 0.02, 0.01, max_grad_norm=1.0, use_nvlamb=True)
+    for step in range(STEPS):
+        for tensor, cut, gradient in zip(tensors, cuts, gradients_of(step), strict=True):
+            whole = torch.from_numpy(gradient)
+            tensor.grad = whole if cut is None else distribute_tensor(whole, *cut)
+        lamb.step()
+    whole = [tensor.full_tensor() if cut else tensor for tensor, cut in zip(tensors, cuts, strict=True)]
+    if rank == 0:
+        torch.save([tensor.detach() for tensor in whole], f"{folder}/parameters.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_sharded_parameters_step_as_whole_ones(tmp_path: Path) -> None:
+    mp.spawn(run_rank, (4, str(tmp_path)), nprocs=4)
+    expected = NumpyLamb(
+        initial(), 0.02, 0.01, bias_correction=True, grad_averaging=True, max_grad_norm=1.0, use_nvlamb=True
+    )
+    for step in range(STEPS):
+        expected.step(gradients_of(step))
+    for tensor, value in zip(torch.load(tmp_path / "parameters.pt"), expected.parameters, strict=True):
+        np.testing.assert_allclose(tensor.numpy(), value, rtol=1e-10, atol=1e-10)
