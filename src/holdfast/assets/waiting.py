@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError
 from holdfast.progress import say
 
 # A look costs a few system calls on a folder that thousands may share, so the pause grows with the wait.
-SHORTEST_PAUSE, LONGEST_PAUSE, SHARE_OF_WAIT = 0.02, 1.0, 0.1
+SHORTEST_PAUSE, LONGEST_PAUSE, SHARE_OF_WAIT = 0.04, 1.0, 0.15
 SAY_EVERY = 5.0
 
 
@@ -62,7 +62,7 @@ class Watch:
     def _sign_of_life(self, lease: Lease) -> tuple[object, ...]:
         """Changes whenever the holder does something: its part grows, or it touches its lease."""
         signs: list[object] = [lease.number, lease.token]
-        for path in (lease.file_in(self._folder), self._folder / lease.part):
+        for path in (lease.file_in(self._folder), f"{self._folder}/{lease.part}"):
             with suppress(FileNotFoundError):
                 status = os.stat(path)
                 signs += [status.st_size, status.st_mtime_ns]

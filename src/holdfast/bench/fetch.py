@@ -18,7 +18,7 @@ from holdfast.assets import storm
 from holdfast.assets.storm import Announce, IterationReport, Strategy
 from holdfast.errors import UsageError
 
-BIG_FILE = 128 << 20
+BIG_FILE = 128 << 20  # bytes
 
 
 def with_filelock(url: str, folder: Path, announce: Announce) -> Path:
@@ -75,7 +75,7 @@ def _name(url: str) -> str:
 
 
 def run(
-    *, against: tuple[str, ...] = tuple(PEERS), ranks: int = 64, rounds: int = 5
+    *, against: tuple[str, ...] = tuple(PEERS), ranks: int = 64, rounds: int = 5, big_file: int = BIG_FILE
 ) -> dict[str, list[dict[str, Any]]]:
     """Fetching, beside the libraries that people fetch with.
 
@@ -88,6 +88,7 @@ def run(
         against: Peers: filelock, huggingface_hub, pooch, torch.hub, naive. Those that are not installed are left out.
         ranks: Processes that ask at once.
         rounds: How often each is measured.
+        big_file: Bytes of the file that one process downloads while the others wait.
     """
     unknown = [peer for peer in against if peer not in PEERS]
     if unknown:
@@ -99,12 +100,13 @@ def run(
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
             strategies[peer] = strategy
             modules.append(module)
+    big_title = f"one process downloads {big_file / 1e6:.0f} MB at full speed, alone and with {ranks - 1} waiting"
     return {
         f"{ranks} processes ask for GPT-2's two files at once, {storm.LATENCY} s latency": race(
             strategies, ranks, rounds, modules
         ),
         "a file that is already cached, in one process": cached(strategies, rounds),
-        f"one process downloads {BIG_FILE >> 20} MiB at full speed, {ranks} wait": waiting(ranks, rounds),
+        big_title: waiting(ranks, rounds, big_file),
     }
 
 
@@ -150,12 +152,12 @@ def cached(strategies: dict[str, Strategy], rounds: int, calls: int = 200) -> li
     return [{"strategy": name, "ms per call": statistics.median(times[name]) * 1e3} for name in asks]
 
 
-def waiting(ranks: int, rounds: int) -> list[dict[str, Any]]:
+def waiting(ranks: int, rounds: int, big_file: int) -> list[dict[str, Any]]:
     """The holder's time alone and among waiters. The cache is in memory if possible: the disk's moods are not in question."""
     memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else None
     seconds: dict[int, list[float]] = {1: [], ranks: []}
-    with storm.counting_server({"big.bin": BIG_FILE}, 0.0) as server:
+    with storm.counting_server({"big.bin": big_file}, 0.0) as server:
         for _ in range(rounds):
             for count in seconds:
                 with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=folder) as work:

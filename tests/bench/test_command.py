@@ -1,0 +1,30 @@
+"""`holdfast bench`: which measurements there are, and tables that can be read."""
+
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.bench.command import BENCHES, table
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "holdfast.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_help_lists_every_bench_with_examples():
+    done = bench("--help")
+    assert done.returncode == 0 and "$ holdfast bench " in done.stdout
+    assert all(f"\n  {name} " in done.stdout for name in BENCHES)
+
+
+@pytest.mark.parametrize("arguments", [["no-such-bench"], ["fetch", "--no-such-flag"], ["fetch", "--against", "hope"]])
+def test_wrong_usage_is_exit_code_2(arguments):
+    done = bench(*arguments)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+
+
+def test_a_table_has_a_column_for_every_key():
+    shown = table([{"name": "a", "time": 1.23456}, {"name": "longer", "note": "x"}])
+    assert shown.splitlines() == ["name    time   note", "a       1.235", "longer         x"]
