@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "convert": ("holdfast.conversion.command:convert", "Megatron ↔ Hugging Face ↔ Holdfast, exact, any layout"),
     "bench": ("holdfast.bench.command:bench", "measure a part beside what you would use instead"),
     "merge": ("holdfast.data.command:merge", "join several .bin/.idx datasets into one"),
+    "inspect": ("holdfast.inspection:inspect", "say what a file or folder is, and whether it is sound"),
 }
 
 

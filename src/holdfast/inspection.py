@@ -1,0 +1,92 @@
+"""The verb `inspect`: finds out what a path is and lets that part of Holdfast describe it.
+
+A part takes its place by a line in KINDS: a module with `recognises(path) -> bool` and `describe(path, reader) -> Description`.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from holdfast.errors import HoldfastError
+
+KINDS: dict[str, str] = {
+    "dataset": "holdfast.data.inspection",
+}
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a path holds: facts for machines, lines for people. Problems make the exit code 1."""
+
+    facts: dict[str, Any]
+    lines: list[str]
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What helps to read the content: a tokenizer, if its files are given, and how many examples to show."""
+
+    tokenizer: Callable[[], Any] | None = None
+    documents: int = 3
+
+
+def inspect_path(path: Path | str, reader: Reader | None = None) -> tuple[str, Description]:
+    """The kind of thing at `path`, and its description."""
+    for kind, name in KINDS.items():
+        module = importlib.import_module(name)
+        if module.recognises(Path(path)):
+            description: Description = module.describe(Path(path), reader or Reader())
+            return kind, description
+    raise HoldfastError(
+        f"{path} is nothing that Holdfast knows ({', '.join(KINDS)}); for a dataset give PREFIX or PREFIX.idx"
+    )
+
+
+def inspect(
+    path: Annotated[str, tyro.conf.Positional],
+    *,
+    tokenizer_type: str = "GPT2BPETokenizer",
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_model: str | None = None,
+    documents: int = 3,
+    json: bool = False,
+) -> None:
+    """Say what a file or folder is: counts, shapes, health. Exit code 1 when something is wrong with it.
+
+    holdfast inspect data/corpus_text_document --vocab-file vocab.json --merge-file merges.txt
+
+    Args:
+        path: Prefix of a dataset, or the path of anything else that Holdfast reads or writes.
+        tokenizer_type: Tokenizer of a dataset, to show its documents as text.
+        vocab_file: As for preprocess.
+        merge_file: As for preprocess.
+        tokenizer_model: As for preprocess.
+        documents: How many documents of a dataset to show.
+        json: Print the facts as JSON.
+    """
+    import sys
+
+    def tokenizer() -> Any:
+        from holdfast.tokenizers import build_tokenizer
+
+        return build_tokenizer(tokenizer_type, vocab_file, merge_file, tokenizer_model)
+
+    reader = Reader(tokenizer if vocab_file or tokenizer_model else None, documents)
+    kind, description = inspect_path(path, reader)
+    if json:
+        import orjson
+
+        facts = {"kind": kind, **description.facts, "problems": description.problems}
+        print(orjson.dumps(facts, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode())
+    else:
+        print("\n".join([f"{path}: {kind}", *description.lines]))
+    if description.problems:
+        for problem in description.problems:
+            print(f"problem: {problem}", file=sys.stderr)
+        sys.exit(1)
