@@ -1,0 +1,381 @@
+"""Kubernetes manifests for training and preprocessing, as plain dictionaries that become YAML.
+
+The invariant: what a pod restarts into is what the keeper left. Containers restart in place (`OnFailure`), because /dev/shm is a
+memory volume of the pod: it outlives a container and holds the snapshots; only a lost pod falls back to a peer or the disk.
+Nodes of a job find each other by names that are known before the pods exist, so no etcd and no elastic rendezvous is needed.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from holdfast.errors import HoldfastError, UsageError
+
+Manifest = dict[str, Any]
+Kind = Literal["job", "jobset", "pytorchjob", "trainjob"]
+
+CONFIG_FOLDER = "/etc/holdfast"
+PORT = 29500
+# What a drain or preemption leaves the run to persist its state.
+GRACE_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """What the job asks of the cluster. Every other flag goes to the verb."""
+
+    image: str
+    """Container image, e.g. registry.example/holdfast:0.1.0. Default: $IMAGE."""
+    nodes: int = 1
+    """Pods: nodes of the training job, or how many partitions are preprocessed at the same time."""
+    gpus_per_node: int = 0
+    """GPUs per pod; training starts one rank for each."""
+    cpus: str | None = None
+    """CPU cores per pod."""
+    mem: str | None = None
+    """Memory per pod, e.g. 200Gi. What lies in /dev/shm counts."""
+    efa: int = 0
+    """Elastic Fabric Adapters per pod (AWS)."""
+    kind: Kind = "job"
+    """Indexed Job, JobSet, Kubeflow's PyTorchJob (training operator) or TrainJob (trainer v2)."""
+    name: str | None = None
+    """Name of the job. Default: that of the run folder."""
+    namespace: str = "default"
+    """Namespace of everything."""
+    pvc: tuple[str, ...] = ()
+    """CLAIM:/PATH pairs: volume claims and where they are mounted. Data and run folder must lie on them."""
+    shm: str | None = None
+    """Size of /dev/shm, e.g. 64Gi. Default: what the snapshots of this configuration need."""
+    env: tuple[str, ...] = ()
+    """NAME=VALUE pairs for the container."""
+    node_selector: tuple[str, ...] = ()
+    """LABEL=VALUE pairs that the nodes must carry."""
+    max_restarts: int = 20
+    """Restarts after which the job fails."""
+    apply: bool = False
+    """Hand the manifests to kubectl. Without it they are only printed."""
+    dry_run: bool = False
+    """Print the manifests (the default, spelled out)."""
+
+
+def train_manifests(
+    options: KubernetesOptions, name: str, config: str, nproc_per_node: int, shm: str
+) -> list[Manifest]:
+    """The configuration as a ConfigMap, and the objects of the chosen kind."""
+    pods = {
+        "job": indexed_job,
+        "jobset": job_set,
+        "pytorchjob": pytorch_job,
+        "trainjob": train_job,
+    }[options.kind]
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(options, name),
+        "data": {"config.toml": config},
+    }
+    return [config_map, *pods(options, name, nproc_per_node, shm)]
+
+
+def indexed_job(options: KubernetesOptions, name: str, nproc_per_node: int, shm: str) -> list[Manifest]:
+    rank = {"NODE_RANK": field("metadata.annotations['batch.kubernetes.io/job-completion-index']")}
+    arguments = train_arguments(options, nproc_per_node, "$(NODE_RANK)", f"{name}-0.{name}:{PORT}")
+    template = pod(options, name, "train", ["holdfast"], arguments, rank, shm)
+    template["spec"]["subdomain"] = name
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(options, name),
+        "spec": indexed(options.nodes, options.max_restarts, template),
+    }
+    return [headless_service(options, name), job]
+
+
+def job_set(options: KubernetesOptions, name: str, nproc_per_node: int, shm: str) -> list[Manifest]:
+    rank = {"NODE_RANK": field("metadata.annotations['batch.kubernetes.io/job-completion-index']")}
+    arguments = train_arguments(options, nproc_per_node, "$(NODE_RANK)", f"{name}-node-0-0.{name}:{PORT}")
+    template = pod(options, name, "train", ["holdfast"], arguments, rank, shm)
+    replicated = {
+        "name": "node",
+        "replicas": 1,
+        "template": {"spec": indexed(options.nodes, options.max_restarts, template)},
+    }
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": metadata(options, name),
+            "spec": {
+                "network": {"enableDNSHostnames": True, "subdomain": name},
+                "failurePolicy": {"maxRestarts": options.max_restarts},
+                "replicatedJobs": [replicated],
+            },
+        }
+    ]
+
+
+def pytorch_job(options: KubernetesOptions, name: str, nproc_per_node: int, shm: str) -> list[Manifest]:
+    # The operator sets RANK and WORLD_SIZE for the pod; to a rank's process they would mean something else.
+    command = ["env", "-u", "RANK", "-u", "WORLD_SIZE", "holdfast"]
+    arguments = train_arguments(options, nproc_per_node, "$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)")
+    template = pod(options, name, "pytorch", command, arguments, {}, shm)
+    restart = template["spec"].pop("restartPolicy")
+    roles = {"Master": 1, "Worker": options.nodes - 1}
+    return [
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": metadata(options, name),
+            "spec": {
+                "nprocPerNode": str(nproc_per_node),
+                "runPolicy": {"backoffLimit": options.max_restarts, "cleanPodPolicy": "None"},
+                "pytorchReplicaSpecs": {
+                    role: {"replicas": count, "restartPolicy": restart, "template": template}
+                    for role, count in roles.items()
+                    if count
+                },
+            },
+        }
+    ]
+
+
+def train_job(options: KubernetesOptions, name: str, nproc_per_node: int, shm: str) -> list[Manifest]:
+    # A runtime of our own carries volumes and restart policy, so that the TrainJob needs none of the fields that still move.
+    arguments = train_arguments(options, nproc_per_node, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)")
+    template = pod(options, name, "node", ["holdfast"], arguments, {}, shm)
+    step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    job = {"backoffLimit": options.max_restarts, "template": template}
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata(options, name),
+        "spec": {
+            "mlPolicy": {"numNodes": options.nodes, "torch": {}},
+            "template": {"spec": {"replicatedJobs": [{"name": "node", "template": {"metadata": step, "spec": job}}]}},
+        },
+    }
+    train = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata(options, name),
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
+            "trainer": {"numNodes": options.nodes},
+        },
+    }
+    return [runtime, train]
+
+
+def preprocess_manifests(
+    options: KubernetesOptions, name: str, command: Sequence[str], partitions: int
+) -> list[Manifest]:
+    """A JobSet: one indexed job makes the partitions, a second one joins them when all are there."""
+    if options.kind in ("pytorchjob", "trainjob"):
+        raise UsageError(f"--kind {options.kind} is for training; preprocessing is a JobSet")
+    # Code 3: done, and bad lines were skipped as asked; to Kubernetes it must not look like a failure.
+    shell = ["/bin/sh", "-c", 'holdfast "$@" || [ $? -eq 3 ]', "holdfast"]
+    index = {"PARTITION": field("metadata.annotations['batch.kubernetes.io/job-completion-index']")}
+    template = pod(options, name, "preprocess", shell, [*command, "--partition-index", "$(PARTITION)"], index)
+    join = pod(options, name, "merge", shell, list(command), {})
+    jobs = [
+        {
+            "name": "partitions",
+            "replicas": 1,
+            "template": {"spec": {**indexed(partitions, options.max_restarts, template), "parallelism": options.nodes}},
+        },
+        {
+            "name": "merge",
+            "replicas": 1,
+            "dependsOn": [{"name": "partitions", "status": "Complete"}],
+            "template": {"spec": indexed(1, options.max_restarts, join)},
+        },
+    ]
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": metadata(options, name),
+            "spec": {"failurePolicy": {"maxRestarts": options.max_restarts}, "replicatedJobs": jobs},
+        }
+    ]
+
+
+def train_arguments(options: KubernetesOptions, nproc_per_node: int, node_rank: str, endpoint: str) -> list[str]:
+    sizes = ["--nnodes", str(options.nodes), "--nproc-per-node", str(nproc_per_node)]
+    return ["train", f"{CONFIG_FOLDER}/config.toml", *sizes, "--node-rank", node_rank, "--rdzv-endpoint", endpoint]
+
+
+def pod(
+    options: KubernetesOptions,
+    name: str,
+    container: str,
+    command: list[str],
+    arguments: list[str],
+    environment: dict[str, Any],
+    shm: str | None = None,
+) -> Manifest:
+    """The pod template: one container with the job's volumes. With `shm` it trains: configuration and shared memory."""
+    volumes, mounts = claims(options)
+    if shm:
+        volumes += [
+            {"name": "config", "configMap": {"name": name}},
+            # 64 MB is the default; the snapshots live here and outlive a restart of the container
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
+        ]
+        mounts += [{"name": "config", "mountPath": CONFIG_FOLDER}, {"name": "shm", "mountPath": "/dev/shm"}]
+    variables = [{"name": key, **value} for key, value in environment.items()]
+    variables += [{"name": key, "value": value} for key, value in pairs("--env", options.env)]
+    spec: Manifest = {
+        "name": container,
+        "image": options.image,
+        "command": command,
+        "args": arguments,
+        "env": variables,
+        "resources": resources(options),
+        "volumeMounts": mounts,
+    }
+    if options.efa:
+        # The adapter registers memory, which needs the lock limit lifted.
+        spec["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    if shm:
+        spec["ports"] = [{"containerPort": PORT, "name": "rendezvous"}]
+    whole: Manifest = {
+        "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "containers": [spec],
+        "volumes": volumes,
+    }
+    if options.node_selector:
+        whole["nodeSelector"] = dict(pairs("--node-selector", options.node_selector))
+    return {"metadata": {"labels": labels(name)}, "spec": whole}
+
+
+def resources(options: KubernetesOptions) -> Manifest:
+    amounts = {
+        "cpu": options.cpus,
+        "memory": options.mem,
+        "nvidia.com/gpu": str(options.gpus_per_node) if options.gpus_per_node else None,
+        "vpc.amazonaws.com/efa": str(options.efa) if options.efa else None,
+    }
+    wanted = {name: amount for name, amount in amounts.items() if amount}
+    return {"requests": wanted, "limits": wanted} if wanted else {}
+
+
+def claims(options: KubernetesOptions) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes and mounts of the claims that the user gave."""
+    volumes, mounts = [], []
+    for claim, path in claim_paths(options).items():
+        volumes.append({"name": f"claim-{claim}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"claim-{claim}", "mountPath": path})
+    return volumes, mounts
+
+
+def claim_paths(options: KubernetesOptions) -> dict[str, str]:
+    found = {}
+    for pair in options.pvc:
+        claim, colon, path = pair.partition(":")
+        if not colon or not path.startswith("/"):
+            raise UsageError(f"--pvc '{pair}' is not CLAIM:/PATH")
+        found[claim] = path
+    return found
+
+
+def require_on_claims(options: KubernetesOptions, paths: dict[str, str]) -> None:
+    """Data and results must outlive the pods and be where every pod sees them."""
+    mounted = [PurePosixPath(path) for path in claim_paths(options).values()]
+    for key, path in paths.items():
+        if not any(PurePosixPath(path).is_relative_to(mount) for mount in mounted):
+            where = ", ".join(map(str, mounted)) or "no claim is mounted"
+            raise UsageError(
+                f"{key} = {path} lies on no volume claim ({where}); give --pvc CLAIM:/PATH that contains it"
+            )
+
+
+def indexed(completions: int, backoff: int, template: Manifest) -> Manifest:
+    return {
+        "completionMode": "Indexed",
+        "completions": completions,
+        "parallelism": completions,
+        "backoffLimit": backoff,
+        "template": template,
+    }
+
+
+def headless_service(options: KubernetesOptions, name: str) -> Manifest:
+    """Gives every pod its own name; published before the pod is ready, because they wait for each other to get ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(options, name),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels(name),
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+
+
+def metadata(options: KubernetesOptions, name: str) -> Manifest:
+    return {"name": name, "namespace": options.namespace, "labels": labels(name)}
+
+
+def labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/instance": name}
+
+
+def field(path: str) -> Manifest:
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:
+    found = []
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"{flag} '{pair}' is not NAME=VALUE")
+        found.append((name, value))
+    return found
+
+
+def object_name(text: str) -> str:
+    """A name that Kubernetes takes for objects and host names."""
+    # pods append an index of up to five digits, and a host name has 63 characters
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].strip("-")
+    if not name or not name[0].isalpha():
+        raise UsageError(f"'{text}' gives no name for Kubernetes; choose one with --name")
+    return name
+
+
+def to_yaml(manifests: Sequence[Manifest]) -> str:
+    import yaml
+
+    class Readable(yaml.SafeDumper):
+        """Nothing by reference, and a text of several lines as a block."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+    Readable.add_representer(str, text)
+    return yaml.dump_all(manifests, Dumper=Readable, sort_keys=False, width=120)
+
+
+def apply(manifests: Sequence[Manifest]) -> str:
+    """Hands the manifests to kubectl; returns what it said."""
+    if shutil.which("kubectl") is None:
+        raise HoldfastError(
+            "kubectl is not on this machine; print the manifests with --dry-run and apply them elsewhere"
+        )
+    done = subprocess.run(
+        ["kubectl", "apply", "-f", "-"], input=to_yaml(manifests), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise HoldfastError(f"kubectl apply failed: {done.stderr.strip()}")
+    return done.stdout.strip()

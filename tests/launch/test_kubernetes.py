@@ -1,0 +1,261 @@
+"""Rendered manifests against the schemas of those who read them, and their commands against our own command line."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
+
+from holdfast.errors import UsageError
+from holdfast.launch.kubernetes import (
+    KubernetesOptions,
+    Manifest,
+    object_name,
+    preprocess_manifests,
+    require_on_claims,
+    to_yaml,
+    train_manifests,
+)
+
+KUBERNETES = "1.31"
+KINDS = ("job", "jobset", "pytorchjob", "trainjob")
+OPTIONS = KubernetesOptions(
+    image="registry.example/holdfast:0.1.0",
+    nodes=3,
+    gpus_per_node=8,
+    cpus="90",
+    mem="1000Gi",
+    efa=16,
+    namespace="research",
+    pvc=("fsx-claim:/fsx", "home:/home"),
+    env=("NCCL_DEBUG=WARN", "EMPTY="),
+    node_selector=("node.kubernetes.io/instance-type=p5.48xlarge",),
+)
+CONFIG = '[model]\nnum_layers = 2\n\n[train]\nsave = "/fsx/run: one"\n'
+
+# The fields of the training operator's PyTorchJob (kubeflow.org/v1) that we write; the pod template is checked as a Pod's.
+PYTORCH_JOB = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "kubeflow.org/v1"},
+        "kind": {"const": "PyTorchJob"},
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object",
+            "required": ["pytorchReplicaSpecs"],
+            "additionalProperties": False,
+            "properties": {
+                "nprocPerNode": {"type": "string"},
+                "runPolicy": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "backoffLimit": {"type": "integer"},
+                        "cleanPodPolicy": {"enum": ["All", "Running", "None"]},
+                        "ttlSecondsAfterFinished": {"type": "integer"},
+                        "suspend": {"type": "boolean"},
+                    },
+                },
+                "pytorchReplicaSpecs": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["Master"],
+                    "properties": {role: {"$ref": "#/$defs/replica"} for role in ("Master", "Worker")},
+                },
+            },
+        },
+    },
+    "$defs": {
+        "replica": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "replicas": {"type": "integer", "minimum": 1},
+                "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
+                "template": {"type": "object"},
+            },
+        }
+    },
+}
+
+
+def render(**changes: Any) -> list[Manifest]:
+    """Through YAML and back: what kubectl would read."""
+    options = KubernetesOptions(**{**vars(OPTIONS), **changes})
+    text = to_yaml(train_manifests(options, "run-one", CONFIG, nproc_per_node=8, shm="64Gi"))
+    return list(yaml.safe_load_all(text))
+
+
+def pod_templates(value: Any) -> Iterator[Manifest]:
+    if isinstance(value, dict):
+        if "containers" in value.get("spec", {}):
+            yield value
+        for inner in value.values():
+            yield from pod_templates(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from pod_templates(inner)
+
+
+def assert_kept(given: Any, kept: Any, path: str = "") -> None:
+    """Nothing of `given` is missing or changed in `kept`, which may have defaults besides."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            assert key in kept, f"{path}.{key} is not known"
+            assert_kept(value, kept[key], f"{path}.{key}")
+    elif isinstance(given, list):
+        assert len(given) == len(kept), path
+        for index, (one, other) in enumerate(zip(given, kept, strict=True)):
+            assert_kept(one, other, f"{path}[{index}]")
+    else:
+        assert given == kept, path
+
+
+def check(manifest: Manifest) -> None:
+    """Strictly: an unknown field is an error."""
+    models = {
+        "JobSet": JobsetV1alpha2JobSet,
+        "TrainJob": TrainerV1alpha1TrainJob,
+        "TrainingRuntime": TrainerV1alpha1TrainingRuntime,
+    }
+    if manifest["kind"] in models:
+        # The official model drops what it does not know: what comes back must be what went in.
+        assert_kept(manifest, models[manifest["kind"]].from_dict(manifest).to_dict())
+    elif manifest["kind"] == "PyTorchJob":
+        jsonschema.validate(manifest, PYTORCH_JOB)
+    else:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    for template in pod_templates(manifest):
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "x", **template["metadata"]},
+            "spec": template["spec"],
+        }
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_every_kind_fits_its_schema(kind: str, nodes: int) -> None:
+    for manifest in render(kind=kind, nodes=nodes):
+        check(manifest)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("completionMode", "completionmode"),
+        lambda text: text.replace("cleanPodPolicy", "cleanPodPolice"),
+        lambda text: text.replace("mountPath: /dev/shm", "mountPath:"),
+        lambda text: text.replace("numNodes: 3", "numNodes: three"),
+    ],
+)
+def test_the_check_itself_finds_damage(damage: Any) -> None:
+    found = 0
+    for kind in KINDS:
+        for manifest in yaml.safe_load_all(damage(to_yaml(render(kind=kind)))):
+            try:
+                check(manifest)
+            except Exception:
+                found += 1
+    assert found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_gpus_and_ranks_agree(kind: str) -> None:
+    manifests = render(kind=kind)
+    pods = 0
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        if manifest["kind"] == "Job":
+            pods += spec["completions"]
+            assert spec["parallelism"] == spec["completions"]
+        elif manifest["kind"] == "JobSet":
+            pods += sum(job["template"]["spec"]["completions"] for job in spec["replicatedJobs"])
+        elif manifest["kind"] == "PyTorchJob":
+            pods += sum(role["replicas"] for role in spec["pytorchReplicaSpecs"].values())
+        elif manifest["kind"] == "TrainJob":
+            pods += spec["trainer"]["numNodes"]
+    assert pods == 3
+    for template in pod_templates(manifests):
+        container = template["spec"]["containers"][0]
+        limits = container["resources"]["limits"]
+        assert (limits["nvidia.com/gpu"], limits["vpc.amazonaws.com/efa"]) == ("8", "16")
+        flags = dict(zip(container["args"][2::2], container["args"][3::2], strict=True))
+        assert (flags["--nnodes"], flags["--nproc-per-node"]) == ("3", "8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_restarts_in_place_and_finds_its_snapshots_again(kind: str) -> None:
+    manifests = render(kind=kind)
+    policies = re.findall(r"restartPolicy: (\w+)", to_yaml(manifests))
+    assert policies and set(policies) == {"OnFailure"}
+    for template in pod_templates(manifests):
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+        assert volumes[mounts["/fsx"]]["persistentVolumeClaim"] == {"claimName": "fsx-claim"}
+        assert template["spec"]["terminationGracePeriodSeconds"] >= 60
+
+
+def test_the_pods_find_the_first_one_by_a_name_that_exists() -> None:
+    config, service, job = render(kind="job")
+    template = job["spec"]["template"]
+    endpoint = template["spec"]["containers"][0]["args"][-1]
+    assert endpoint == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29500"
+    assert template["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert config["data"]["config.toml"] == CONFIG
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_variable_in_a_command_is_defined(kind: str) -> None:
+    of_the_operator = {
+        "pytorchjob": {"RANK", "MASTER_ADDR", "MASTER_PORT"},
+        "trainjob": {"PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"},
+    }.get(kind, set())
+    for template in pod_templates(render(kind=kind)):
+        container = template["spec"]["containers"][0]
+        used = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
+        defined = {variable["name"] for variable in container["env"]}
+        assert used and used <= defined | of_the_operator
+        assert {"name": "EMPTY", "value": ""} in container["env"]
+
+
+def test_preprocessing_is_shared_out_and_merged_afterwards() -> None:
+    share = ["preprocess", "--input", "/fsx/a.jsonl", "--partitions", "8"]
+    manifests = list(yaml.safe_load_all(to_yaml(preprocess_manifests(OPTIONS, "corpus", share, 8))))
+    for manifest in manifests:
+        check(manifest)
+    partitions, merge = manifests[0]["spec"]["replicatedJobs"]
+    assert (partitions["template"]["spec"]["completions"], partitions["template"]["spec"]["parallelism"]) == (8, 3)
+    assert merge["dependsOn"] == [{"name": "partitions", "status": "Complete"}]
+
+
+def test_paths_outside_the_volume_claims_are_refused() -> None:
+    require_on_claims(OPTIONS, {"save": "/fsx/run", "data_path 1": "/fsx/data/corpus_text_document"})
+    with pytest.raises(UsageError, match="/scratch/run lies on no volume claim"):
+        require_on_claims(OPTIONS, {"save": "/scratch/run"})
+    with pytest.raises(UsageError, match="CLAIM:/PATH"):
+        require_on_claims(KubernetesOptions(image="x", pvc=("fsx",)), {})
+
+
+@pytest.mark.parametrize(("text", "name"), [("GPT 345M (run)", "gpt-345m-run"), ("a" * 80, "a" * 50)])
+def test_names_become_what_kubernetes_takes(text: str, name: str) -> None:
+    assert object_name(text) == name
+
+
+def test_a_name_without_letters_is_refused() -> None:
+    with pytest.raises(UsageError, match="--name"):
+        object_name("2026-11-15")
