@@ -1,0 +1,156 @@
+"""What lies between the nodes of a job: clock skew, bandwidth, and whether a file lock on one node is seen on another.
+
+Run by every task of a step (`srun --ntasks-per-node=1 holdfast doctor`). Node 0 listens, the others connect; plain TCP, because
+it is the part of the network that torch needs before NCCL has started. Node 0 reports for all.
+"""
+
+import fcntl
+import json
+import os
+import re
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.errors import HoldfastError
+
+PINGS = 20
+PAYLOAD = 64 << 20
+PATIENCE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """Node 0 ↔ another node."""
+
+    node: str
+    skew_ms: float
+    round_trip_ms: float
+    megabytes_per_s: float
+    locks_not_seen: tuple[str, ...]
+
+
+def task_of_step(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """(number of this node, how many) inside a Slurm step of several nodes; None elsewhere."""
+    if "SLURM_PROCID" not in environment or int(environment.get("SLURM_NNODES", "1")) < 2:
+        return None
+    return int(environment["SLURM_NODEID"]), int(environment["SLURM_NNODES"])
+
+
+def first_host(nodes: str) -> str:
+    """n7 of `n[7-9,12],m1`: Slurm's list of nodes, without asking Slurm (a container may lack its commands)."""
+    prefix, first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes).groups()  # type: ignore[union-attr]
+    return prefix + (first or "")
+
+
+def port_of_job(environment: Mapping[str, str] = os.environ) -> int:
+    return 20000 + (int(environment["SLURM_JOB_ID"]) * 7 + int(environment.get("SLURM_STEP_ID", "0"))) % 10000
+
+
+def measure(node: int, nodes: int, folders: Sequence[Path]) -> list[Link]:
+    """On node 0 the links to all others; elsewhere nothing, after having served."""
+    host, port = first_host(os.environ["SLURM_JOB_NODELIST"]), port_of_job()
+    if node:
+        join(host, port, folders)
+        return []
+    with ExitStack() as held, socket.create_server(("", port)) as server:
+        for folder in folders:
+            hold_lock(folder, held)
+        server.settimeout(PATIENCE_SECONDS)
+        links: list[Link] = []
+        for _ in range(nodes - 1):
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                raise HoldfastError(
+                    f"only {len(links) + 1} of {nodes} nodes reached {host}:{port} within {PATIENCE_SECONDS:.0f} s; "
+                    "is a firewall between the nodes, or has the step less than one task per node?"
+                ) from None
+            with connection:
+                links.append(serve(connection))
+        return sorted(links, key=lambda link: link.node)
+
+
+def serve(connection: socket.socket) -> Link:
+    connection.settimeout(PATIENCE_SECONDS)
+    for _ in range(PINGS):
+        receive(connection, 1)
+        connection.sendall(f"{time.time():<32.9f}".encode())
+    receive(connection, PAYLOAD)
+    connection.sendall(b".")
+    answer = json.loads(receive(connection, int(receive(connection, 8))))
+    return Link(**{**answer, "locks_not_seen": tuple(answer["locks_not_seen"])})
+
+
+def join(host: str, port: int, folders: Sequence[Path]) -> None:
+    with connect(host, port) as connection:
+        pings = [ping(connection) for _ in range(PINGS)]
+        trip, skew = min(pings)
+        start = time.perf_counter()
+        connection.sendall(bytes(PAYLOAD))
+        receive(connection, 1)
+        rate = PAYLOAD / 1e6 / (time.perf_counter() - start)
+        unseen = tuple(str(folder) for folder in folders if not lock_is_seen(folder))
+        trip = statistics.median(trip for trip, _ in pings)
+        answer = json.dumps(asdict(Link(socket.gethostname(), skew * 1e3, trip * 1e3, rate, unseen))).encode()
+        connection.sendall(f"{len(answer):8d}".encode() + answer)
+
+
+def ping(connection: socket.socket) -> tuple[float, float]:
+    """(round trip, how far the other clock is ahead of ours), both in seconds."""
+    sent, start = time.time(), time.perf_counter()
+    connection.sendall(b".")
+    theirs = float(receive(connection, 32))
+    trip = time.perf_counter() - start
+    return trip, theirs - (sent + trip / 2)
+
+
+def connect(host: str, port: int) -> socket.socket:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=PATIENCE_SECONDS)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise HoldfastError(f"cannot reach {host}:{port} of the first node: {error}") from None
+            time.sleep(0.1)
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    parts, left = [], count
+    while left:
+        part = connection.recv(min(left, 1 << 20))
+        if not part:
+            raise HoldfastError("the other node of the check went away")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def lock_file(folder: Path) -> Path:
+    return folder / f".holdfast-doctor-{os.environ.get('SLURM_JOB_ID', 'local')}.lock"
+
+
+def hold_lock(folder: Path, held: ExitStack) -> None:
+    path = lock_file(folder)
+    file = held.enter_context(path.open("w"))
+    held.callback(path.unlink, missing_ok=True)
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def lock_is_seen(folder: Path) -> bool:
+    """True if the lock that node 0 holds keeps us out."""
+    try:
+        file = lock_file(folder).open("r+")
+    except FileNotFoundError:
+        return True  # a folder of this node alone: locks need not travel
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
