@@ -25,6 +25,15 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("holdfast.bench.command:bench", "measure a part beside what you would use instead"),
     "merge": ("holdfast.data.command:merge", "join several .bin/.idx datasets into one"),
     "inspect": ("holdfast.inspection:inspect", "say what a file or folder is, and whether it is sound"),
+    "launch slurm": ("holdfast.launch.command:launch_slurm", "submit a Slurm job that comes back by itself"),
+    "launch kubernetes": ("holdfast.launch.command:launch_kubernetes", "render or apply a Kubernetes job"),
+    "launch dask": ("holdfast.launch.command:launch_dask", "preprocess on the workers of a Dask cluster"),
+    "launch image": ("holdfast.launch.command:launch_image", "build the container image, or import it for Slurm"),
+    "launch status": ("holdfast.launch.command:launch_status", "show where a launched run stands"),
+    "launch logs": ("holdfast.launch.command:launch_logs", "show what the jobs of a run print"),
+    "launch stop": ("holdfast.launch.command:launch_stop", "end a run's jobs; training persists first"),
+    "launch resume": ("holdfast.launch.command:launch_resume", "submit a stopped run again"),
+    "doctor": ("holdfast.launch.command:doctor", "check what a job will meet on this machine"),
 }
 
 

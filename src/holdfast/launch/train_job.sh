@@ -1,0 +1,53 @@
+RUN=@RUN@
+MAX_REQUEUES=@MAX_REQUEUES@
+RESTARTS=${SLURM_RESTART_COUNT:-0}
+
+record() { # event, detail: a line for people, and one for `holdfast launch status`
+  echo "holdfast: job $SLURM_JOB_ID: $1: $2"
+  printf '{"time":%s,"event":"%s","job":"%s","restart":%s,"detail":"%s"}\n' \
+    "$(date +%s)" "$1" "$SLURM_JOB_ID" "$RESTARTS" "$2" >> "$RUN/launch/jobs.jsonl"
+}
+iterations() { if [ -f "$RUN/metrics.jsonl" ]; then wc -l < "$RUN/metrics.jsonl"; else echo 0; fi; }
+finished() {
+  [ "$(grep -oE '"event":"(started|resumed|finished)"' "$RUN/events.jsonl" 2>/dev/null | tail -n 1)" = '"event":"finished"' ]
+}
+come_back() { # why: unless the job came back too often, or was cancelled meanwhile
+  if [ "$RESTARTS" -ge "$MAX_REQUEUES" ]; then record "gave up" "$1, and none of $MAX_REQUEUES requeues is left"; exit 1; fi
+  scontrol show job -o "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING' || exit 0
+  record requeued "$1"
+  scontrol requeue "$SLURM_JOB_ID" || exit 1
+  exit 0
+}
+
+if [ "$RESTARTS" -gt "$MAX_REQUEUES" ]; then
+  record "gave up" "this is start $((RESTARTS + 1)), and $MAX_REQUEUES requeues are allowed"
+  exit 1
+fi
+@SETUP@
+NODES=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+export MASTER=${NODES[0]} PORT=$((20000 + SLURM_JOB_ID % 10000))
+BEFORE=$(iterations)
+record started "@RESOLVED@, on ${NODES[*]}, master $MASTER:$PORT"
+
+@FETCH@
+
+# The shell must be free to hear signals, so the step runs in the background. USR1 comes before the time limit: the run persists
+# and ends by itself. TERM comes with scancel, preemption and requeue; the step has got its own, and the shell waits for it.
+TIME_IS_UP=
+trap 'TIME_IS_UP=1; kill -USR1 "$STEP"' USR1
+trap : TERM
+@TRAIN@ &
+STEP=$!
+while :; do
+  wait "$STEP"
+  CODE=$?
+  kill -0 "$STEP" 2>/dev/null || break
+done
+
+if finished; then record finished "all iterations are done"; exit 0; fi
+[ -z "$TIME_IS_UP" ] || come_back "the time limit is near"
+if [ "$CODE" = 0 ]; then record stopped "persisted on request; holdfast launch resume $RUN goes on"; exit 0; fi
+# A run that fails without one more iteration would only fail again.
+[ "$(iterations)" -le "$BEFORE" ] || come_back "training failed with code $CODE"
+record failed "training failed with code $CODE"
+exit "$CODE"

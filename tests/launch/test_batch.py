@@ -1,0 +1,126 @@
+"""The batch files: bash accepts them, Slurm accepts them, and the container flags arrive where Pyxis would read them."""
+
+import subprocess
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import all_keys
+from holdfast.errors import UsageError
+from holdfast.launch.batch import SlurmOptions, Training, array_script, launch_folder, merge_script, train_script
+
+from .conftest import Lab
+
+EVERY_FLAG = SlurmOptions(
+    nodes=2,
+    gpus_per_node=2,
+    cpus_per_task=2,
+    mem="1G",
+    partition="short",
+    account="physics",
+    qos="normal",
+    time="0:10:00",
+    exclusive=True,
+    constraint=None,
+    env=("GREETING=it's here", "EMPTY="),
+    prolog=("export FROM_PROLOG=1",),
+    sbatch=("--comment=a run of many", "--nice=10"),
+    job_name="every flag",
+    signal_seconds=60,
+)
+
+
+def training(run: Path, **changes: object) -> Training:
+    return replace(
+        Training(run, run / "config.toml", nproc_per_node=2, layout="tensor 1, pipeline 1, data 4"), **changes
+    )
+
+
+def write(run: Path, name: str, text: str) -> Path:
+    path = launch_folder(run) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def scripts(options: SlurmOptions, run: Path) -> dict[str, str]:
+    return {
+        "train.sbatch": train_script(options, training(run, assets=("gpt2/vocab", "gpt2/merges"))),
+        "preprocess.sbatch": array_script(options, run, ["preprocess", "--input", "a b.jsonl", "--partitions", "4"], 4),
+        "merge.sbatch": merge_script(options, run, ["merge"]),
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [SlurmOptions(), EVERY_FLAG, replace(EVERY_FLAG, container_image="/images/a b.sqsh")]
+)
+def test_bash_accepts_every_file_even_with_odd_names(tmp_path: Path, options: SlurmOptions) -> None:
+    for name, text in scripts(options, tmp_path / "it's a 'run'").items():
+        checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+        assert checked.returncode == 0, f"{name}: {checked.stderr}\n{text}"
+
+
+def test_a_requeued_job_keeps_its_output_and_is_warned_before_the_limit(tmp_path: Path) -> None:
+    lines = train_script(EVERY_FLAG, training(tmp_path)).splitlines()
+    for line in ("--open-mode=append", "--requeue", "--signal=B:USR1@60"):
+        assert f"#SBATCH {line}" in lines
+    assert "--signal" not in train_script(replace(EVERY_FLAG, requeue=False), training(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (SlurmOptions(env=("NO_VALUE",)), "NAME=VALUE"),
+        (SlurmOptions(sbatch=("mail me",)), "#SBATCH"),
+        (SlurmOptions(sbatch=("--comment=x\nrm -rf /",)), "#SBATCH"),
+        (SlurmOptions(array="0-3"), "preprocess"),
+    ],
+)
+def test_what_would_break_the_file_is_refused(tmp_path: Path, options: SlurmOptions, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        train_script(options, training(tmp_path))
+
+
+def test_no_flag_of_the_job_hides_one_of_training() -> None:
+    shared = {field.name for field in fields(SlurmOptions)} & set(all_keys())
+    assert shared == set()
+
+
+@pytest.mark.slurm
+def test_slurm_accepts_every_file_with_every_flag(lab: Lab, shared: Path) -> None:
+    images = [None, "/images/holdfast.sqsh"] if lab.has_pyxis else [None]
+    for image in images:
+        run = shared / f"run {image is None}"
+        options = replace(EVERY_FLAG, container_image=image, container_mounts=image and f"{shared}:{shared}")
+        for name, text in scripts(options, run).items():
+            path = write(run, name, text)
+            asked = lab.run("sbatch", "--test-only", path, check=False)
+            assert asked.returncode == 0, asked.stderr
+
+
+@pytest.mark.slurm
+def test_environment_prolog_and_container_reach_every_node(lab: Lab, shared: Path) -> None:
+    """The step of an array task, with `env` in the place of `holdfast`, so that what arrives can be read."""
+    if not lab.has_pyxis:
+        pytest.skip("the Pyxis stand-in could not be compiled here (gcc or spank.h is missing)")
+    options = replace(
+        EVERY_FLAG, qos=None, account=None, container_image="/images/a.sqsh", container_mounts="/data:/data"
+    )
+    text = array_script(options, shared, ["--null"], 2).replace(" holdfast --null", " env --null")
+    text = text.replace(' --partition-index "$SLURM_ARRAY_TASK_ID"', "")
+    job = lab.run("sbatch", "--parsable", write(shared, "show.sbatch", text)).stdout.strip()
+    lab.wait_for_end(job)
+    for task in ("0", "1"):
+        output = (launch_folder(shared) / f"slurm-{job}_{task}.out").read_text()
+        found = dict(entry.partition("=")[::2] for entry in output.split("\0"))
+        assert found["GREETING"] == "it's here"
+        assert found["EMPTY"] == ""
+        assert found["FROM_PROLOG"] == "1"
+        assert found["PYXIS_STUB_CONTAINER_IMAGE"] == "/images/a.sqsh"
+        assert found["PYXIS_STUB_CONTAINER_MOUNTS"] == "/data:/data"
+        assert found["PYXIS_STUB_NO_CONTAINER_MOUNT_HOME"] == "1"
+        assert found["SLURM_CPUS_PER_TASK"] == "2"
+        assert found["SLURM_JOB_PARTITION"] == "short"
+        assert found["SLURM_ARRAY_TASK_ID"] == task
+        assert found["CUDA_VISIBLE_DEVICES"] == "0,1"
