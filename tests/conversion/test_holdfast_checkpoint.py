@@ -13,8 +13,6 @@ from holdfast import convert
 from holdfast.checkpoint import open_checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.tokenizers import build_tokenizer
-from tests.conversion.holdfast_runs import GPT2_TINY, LLAMA_TINY, POSITIONS, VOCABULARY, build_gpt, write_run
-from tests.conversion.oracles import load_wide
 
 from .holdfast_runs import GPT2_TINY, LLAMA_TINY, POSITIONS, VOCABULARY, build_gpt, write_run
 from .oracles import load_wide

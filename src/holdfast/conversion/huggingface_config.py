@@ -157,17 +157,19 @@ def _from_gpt2(config: Mapping[str, Any], origin: str) -> Architecture:
         max_position_embeddings=_number(config, "n_positions", origin),
         padded_vocab_size=vocabulary,
         true_vocab_size=vocabulary,
-        norm_epsilon=float(config.get("layer_norm_epsilon", 1e-5)),
+        norm_epsilon=_real(config, "layer_norm_epsilon", 1e-5, origin),
         activation=_activation(config.get("activation_function", "gelu_new"), origin),
         tied=config.get("tie_word_embeddings", True) is True,
-        hidden_dropout=float(config.get("resid_pdrop", 0.1)),
-        attention_dropout=float(config.get("attn_pdrop", 0.1)),
+        hidden_dropout=_real(config, "resid_pdrop", 0.1, origin),
+        attention_dropout=_real(config, "attn_pdrop", 0.1, origin),
     )
 
 
 def _from_llama(config: Mapping[str, Any], origin: str) -> Architecture:
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
+    if not isinstance(rope, dict) or not isinstance(scaling, dict):
+        raise HoldfastError(f"{origin}: rope_parameters is not an object")
     if scaling.get("rope_type", scaling.get("type", "default")) != "default":
         raise HoldfastError(f"{origin}: rotary scaling cannot be converted exactly")
     if config.get("hidden_act", "silu") != "silu" or config.get("attention_bias", False) != config.get(
@@ -190,15 +192,15 @@ def _from_llama(config: Mapping[str, Any], origin: str) -> Architecture:
         max_position_embeddings=_number(config, "max_position_embeddings", origin),
         padded_vocab_size=vocabulary,
         true_vocab_size=vocabulary,
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        norm_epsilon=_real(config, "rms_norm_eps", 1e-6, origin),
         activation="swiglu",
         normalization="RMSNorm",
         positions="rope",
-        rotary_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rotary_base=_real(rope, "rope_theta", _real(config, "rope_theta", 10000.0, origin), origin),
         tied=config.get("tie_word_embeddings", False) is True,
         bias=bias,
         qkv_bias=bias,
-        attention_dropout=float(config.get("attention_dropout", 0.0)),
+        attention_dropout=_real(config, "attention_dropout", 0.0, origin),
     )
 
 
@@ -225,13 +227,13 @@ def _from_bert(config: Mapping[str, Any], origin: str, post_norm: bool) -> Archi
         max_position_embeddings=_number(config, "max_position_embeddings", origin),
         padded_vocab_size=vocabulary,
         true_vocab_size=vocabulary,
-        norm_epsilon=float(config.get("layer_norm_eps", 1e-12)),
+        norm_epsilon=_real(config, "layer_norm_eps", 1e-12, origin),
         activation=activation,
         head_activation=activation,
         post_norm=post_norm,
         token_types=_number(config, "type_vocab_size", origin) if "type_vocab_size" in config else 2,
-        hidden_dropout=float(config.get("hidden_dropout_prob", 0.1)),
-        attention_dropout=float(config.get("attention_probs_dropout_prob", 0.1)),
+        hidden_dropout=_real(config, "hidden_dropout_prob", 0.1, origin),
+        attention_dropout=_real(config, "attention_probs_dropout_prob", 0.1, origin),
     )
 
 
@@ -243,10 +245,19 @@ def _activation(name: Any, origin: str) -> Literal["gelu", "gelu_tanh"]:
     raise HoldfastError(f"{origin}: the activation {name!r} cannot be converted exactly")
 
 
+def _real(config: Mapping[str, Any], name: str, default: float, origin: str) -> float:
+    value = config.get(name, default)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        raise HoldfastError(f"{origin}: {name} is {value!r}, where a number is expected")
+    return float(value)
+
+
 def _number(config: Mapping[str, Any], name: str, origin: str) -> int:
     value = config.get(name)
-    if type(value) is not int or not 0 < value < 1 << 40:
-        raise HoldfastError(f"{origin}: {name} is {value!r}, where a positive number is expected")
+    largest = 1 << 14 if name in ("n_layer", "num_hidden_layers") else 1 << 40
+    if type(value) is not int or not 0 < value < largest:
+        raise HoldfastError(f"{origin}: {name} is {value!r}, where a positive number of sane size is expected")
     return value
 
 

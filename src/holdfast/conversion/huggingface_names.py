@@ -87,7 +87,7 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str], str, tuple[str, ...]]] =
         ("attention.self.query", "attention.self.key", "attention.self.value"),
     ),
 }  # fmt: skip
-_BUFFERS = re.compile(r"(\.attn\.(masked_)?bias|position_ids|inv_freq|\.token_type_ids)$")
+BUFFERS = re.compile(r"(\.attn\.(masked_)?bias|position_ids|inv_freq|\.token_type_ids)$")
 
 
 def to_huggingface(model_type: str, arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def from_huggingface(
     plain = _with_prefixes(model_type, tensors)
     found: dict[str, Tensor] = {}
     for name, tensor in plain.items():
-        if _BUFFERS.search(name):
+        if BUFFERS.search(name):
             continue
         if name in top_back:
             found[top_back[name]] = tensor

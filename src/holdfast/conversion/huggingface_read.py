@@ -9,7 +9,7 @@ import orjson
 
 from holdfast.conversion.archives import load_torch
 from holdfast.conversion.huggingface_config import architecture_from_config
-from holdfast.conversion.huggingface_names import from_huggingface
+from holdfast.conversion.huggingface_names import BUFFERS, from_huggingface
 from holdfast.conversion.megatron_read import flatten
 from holdfast.conversion.model import Architecture, Model, check_complete
 from holdfast.conversion.safetensors_files import read_safetensors
@@ -36,6 +36,9 @@ def read_huggingface(path: Path) -> Model:
     origin = str(path)
     model_type, arch = architecture_from_config(config, origin)
     stored, regions = read_weights(path)
+    for name, tensor in stored.items():
+        if not tensor.shape:
+            raise HoldfastError(f"{origin}: {name} is a single number, where weights are expected")
     tensors, _ = from_huggingface(model_type, arch, stored, origin)
     notes: list[str] = []
     if arch.family == "bert":
@@ -97,6 +100,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], list[Region]]:
                 if not (path / shard).is_file():
                     raise HoldfastError(f"{path / shard} is missing")
             tensors, regions = _read_shards([path / shard for shard in shards])
+            names = {name: shard for name, shard in names.items() if not BUFFERS.search(str(name))}
             if tensors.keys() != names.keys():
                 odd = sorted(tensors.keys() ^ names.keys())[0]
                 raise HoldfastError(f"{index} and its shards do not agree about {odd}")
@@ -109,12 +113,11 @@ def _read_shards(files: list[Path]) -> tuple[dict[str, Tensor], list[Region]]:
     regions = []
     for file in files:
         if file.suffix == ".safetensors":
-            found, _, region = read_safetensors(file)
+            found, _, region = read_safetensors(file, BUFFERS.search)
         else:
             loaded = load_torch(map_file(file))
-            found = {
-                name: stored.tensor() for name, stored in flatten(loaded.tree, str(file)) if len(stored.shape) <= 2
-            }
+            stored = flatten(loaded.tree, str(file))
+            found = {name: tensor.tensor() for name, tensor in stored if not BUFFERS.search(name)}
             region = loaded.region
         twice = tensors.keys() & found.keys()
         if twice:

@@ -12,6 +12,9 @@ from holdfast.errors import HoldfastError
 
 TRUE_SIZES = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
 
+# Beyond these a file is forged: tables are built per layer and padding rows are written one by one.
+LARGEST = {"num_layers": 1 << 14, "encoder_num_layers": 1 << 14, "make_vocab_size_divisible_by": 1 << 20}
+
 # Names that change the function in ways no target of ours can say; the value that is harmless.
 _HARMLESS: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
@@ -66,19 +69,19 @@ def architecture_from_args(
         vocab_multiple=_integer(args, "make_vocab_size_divisible_by")
         if args.get("make_vocab_size_divisible_by")
         else 128,
-        norm_epsilon=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
+        norm_epsilon=_real(args, "norm_epsilon", _real(args, "layernorm_epsilon", 1e-5)),
         activation="swiglu" if swiglu else "gelu_tanh" if tanh else "gelu",
         head_activation="gelu_tanh" if args.get("openai_gelu") is True else "gelu",
         normalization="RMSNorm" if args.get("normalization") == "RMSNorm" else "LayerNorm",
         positions="rope" if rope else "learned_absolute",
-        rotary_base=float(args.get("rotary_base") or 10000.0),
+        rotary_base=_real(args, "rotary_base", 10000.0),
         tied=args.get("untie_embeddings_and_output_weights") is not True,
         bias=bias,
         qkv_bias=f"{first}self_attention.linear_qkv.bias" in tensors,
         binary_head="binary_head.weight" in tensors,
         token_types=tensors["embedding.tokentype_embeddings.weight"].shape[0] if family == "bert" else 2,
-        hidden_dropout=float(args.get("hidden_dropout", 0.1)),
-        attention_dropout=float(args.get("attention_dropout", 0.1)),
+        hidden_dropout=_real(args, "hidden_dropout", 0.1),
+        attention_dropout=_real(args, "attention_dropout", 0.1),
     )
 
 
@@ -107,14 +110,17 @@ def architecture_from_shapes(
         raise HoldfastError(
             "a checkpoint without args and without position embeddings or layers: not a model of that age"
         )
-    rows, hidden = tensors[WORD_EMBEDDINGS].shape
+    rows, hidden = tensors[WORD_EMBEDDINGS].matrix
+    first = tensors.get(f"{stack}.layers.0.mlp.linear_fc1.weight")
+    if first is None:
+        raise HoldfastError(f"{stack}.layers.0.mlp.linear_fc1.weight is missing")
     notes = []
     if heads is None and (layers, hidden) == (24, 1024):
         heads = 16
         notes.append("no args in the file: 16 attention heads, as the 345M release has")
     if heads is None:
         raise HoldfastError("the file has no args, and heads cannot be seen in the shapes: give --num-attention-heads")
-    if hidden % heads:
+    if heads < 1 or hidden % heads:
         raise HoldfastError(f"--num-attention-heads {heads} does not divide the hidden size {hidden}")
     activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh" if family == "gpt" else "gelu"
     form = "tanh" if family == "gpt" else "exact"
@@ -126,7 +132,7 @@ def architecture_from_shapes(
         num_attention_heads=heads,
         num_query_groups=heads,
         kv_channels=hidden // heads,
-        ffn_hidden_size=tensors[f"{stack}.layers.0.mlp.linear_fc1.weight"].shape[0],
+        ffn_hidden_size=first.shape[0],
         max_position_embeddings=tensors["embedding.position_embeddings.weight"].shape[0],
         padded_vocab_size=rows,
         activation=activation,
@@ -145,7 +151,12 @@ def true_size_from_args(args: Mapping[str, Any], padded: int, tensor_parallel: i
             return args[name], f"args.{name}"
     multiple = args.get("make_vocab_size_divisible_by") or 128
     known = TRUE_SIZES.get(str(args.get("tokenizer_type")))
-    if known is not None and type(multiple) is int and padded_size(known, multiple * tensor_parallel) == padded:
+    if (
+        known is not None
+        and type(multiple) is int
+        and multiple > 0
+        and padded_size(known, multiple * tensor_parallel) == padded
+    ):
         return known, f"the tokenizer type {args['tokenizer_type']}"
     return None, ""
 
@@ -213,13 +224,21 @@ def args_for(
     }
 
 
+def _real(args: Mapping[str, Any], name: str, default: float) -> float:
+    value = args.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        raise HoldfastError(f"args.{name} is {value}, where a number is expected")
+    return float(value)
+
+
 def _integer(args: Mapping[str, Any], name: str) -> int:
     value = args.get(name)
-    if type(value) is not int or not 0 < value < 1 << 40:
-        raise HoldfastError(f"args.{name} is {value!r}, where a positive number is expected")
+    if type(value) is not int or not 0 < value < LARGEST.get(name, 1 << 40):
+        raise HoldfastError(f"args.{name} is {value}, where a positive number of sane size is expected")
     return value
 
 
 def _cannot(name: str, value: Any) -> NoReturn:
-    shown = value if isinstance(value, str | int | float | bool) else type(value).__name__
-    raise HoldfastError(f"args.{name} = {shown} changes the function in a way that cannot be converted exactly")
+    raise HoldfastError(f"args.{name} = {value} changes the function in a way that cannot be converted exactly")

@@ -26,7 +26,7 @@ from holdfast.conversion.model import (
     check_complete,
     with_vocabulary,
 )
-from holdfast.conversion.pickles import attributes
+from holdfast.conversion.pickles import plain, plain_attributes
 from holdfast.conversion.tensors import Tensor, beside, equal, stacked
 from holdfast.conversion.zips import Region, is_zip, map_file, open_member, read_directory
 from holdfast.errors import HoldfastError
@@ -53,7 +53,7 @@ class RankFile:
 
     @property
     def args(self) -> dict[str, Any]:
-        return attributes(self.content.get("args"))
+        return plain_attributes(self.content.get("args"))
 
     def chunks(self) -> list[Any]:
         """The model, or with the interleaved schedule its parts in order."""
@@ -117,10 +117,10 @@ def read_ranks(path: Path) -> list[RankFile]:
     first = ranks[0]
     for rank in ranks:
         for key in ("iteration", "total_iters", "checkpoint_version"):
-            if rank.content.get(key) != first.content.get(key):
+            here, there = plain(rank.content.get(key)), plain(first.content.get(key))
+            if here != there:
                 raise HoldfastError(
-                    f"{rank.file.name} is of {key} {rank.content.get(key)}, but {first.file.name} is of "
-                    f"{first.content.get(key)}: the ranks do not belong together"
+                    f"{rank.file.name} is of {key} {here}, but {first.file.name} is of {there}: the ranks do not belong together"
                 )
     if "checkpoint_version" in first.content and not isinstance(first.content["checkpoint_version"], int | float):
         raise HoldfastError(f"{first.file.name}: checkpoint_version is {describe(first.content['checkpoint_version'])}")
@@ -172,12 +172,17 @@ def read_megatron(path: Path, heads: int | None = None, version: float | None = 
             "optimizer": "optimizer" in ranks[0].content, "args": bool(args),
         },
         regions=[rank.file.region for rank in ranks],
-        tokenizer={key: str(args[key]) for key in ("tokenizer_type",) if args.get(key)},
+        tokenizer=tokenizer_of(args),
     )  # fmt: skip
     if true_size is not None:
         model = with_vocabulary(model, true_size, said_by)
         model.notes.append(f"true vocabulary size {true_size}, from {said_by}")
     return model
+
+
+def tokenizer_of(args: Mapping[str, Any]) -> dict[str, str]:
+    kind = args.get("tokenizer_type")
+    return {"tokenizer_type": kind} if isinstance(kind, str) else {}
 
 
 def _iteration(rank: RankFile) -> int | None:
@@ -265,6 +270,8 @@ def _canonical(model: Any, file: str) -> dict[str, Tensor]:
             if canonical is None:
                 continue
             tensor = stored.tensor()
+            if not tensor.shape:
+                raise HoldfastError("a single number, where weights are expected")
         except HoldfastError as error:
             raise HoldfastError(f"{file}: {name}: {error}" if name not in str(error) else f"{file}: {error}") from None
         if canonical in tensors and not equal(tensors[canonical], tensor):

@@ -19,7 +19,7 @@ from holdfast.conversion.model import (
     padded_size,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
-from holdfast.conversion.tensors import Tensor, stacked
+from holdfast.conversion.tensors import Tensor, repeated, stacked
 from holdfast.conversion.torch_files import Namespace, TorchName
 from holdfast.errors import HoldfastError, UsageError
 
@@ -102,7 +102,7 @@ def pad_rows(tensor: Tensor, true_size: int, padded: int, kept: Tensor | None) -
         parts.append(kept.rows(0, min(kept.shape[0], padded - rows)))
         rows += parts[-1].shape[0]
     last = tensor.rows(true_size - 1, true_size)
-    return stacked([*parts, *[last] * (padded - rows)])
+    return stacked([*parts, repeated(last, padded - rows)] if padded > rows else parts)
 
 
 def _stage(arch: Architecture, whole: dict[str, Tensor], stage: int, stages: int) -> dict[str, Tensor]:

@@ -157,6 +157,10 @@ def check_complete(arch: Architecture, tensors: Mapping[str, Tensor], origin: st
         raise HoldfastError(f"{origin}: no place for {_list(unknown)} in this architecture")
     if missing:
         raise HoldfastError(f"{origin}: {_list(missing)} is missing")
+    if arch.num_attention_heads % arch.num_query_groups:
+        raise HoldfastError(
+            f"{origin}: {arch.num_query_groups} query groups do not divide {arch.num_attention_heads} heads"
+        )
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise HoldfastError(

@@ -68,6 +68,29 @@ def attributes(value: Any) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
+@dataclass(frozen=True)
+class Opaque:
+    """A value that is more than a number, a text or nothing; only its kind is kept."""
+
+    kind: str
+
+    def __str__(self) -> str:
+        return f"<{self.kind}>"
+
+
+def plain(value: Any) -> Any:
+    """A value that may be compared and shown: a hostile tree of lists takes forever for either."""
+    if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 1000):
+        return value
+    return Opaque(
+        value.name if isinstance(value, Record) else str(value) if isinstance(value, Global) else type(value).__name__
+    )
+
+
+def plain_attributes(value: Any) -> dict[str, Any]:
+    return {key: plain(item) for key, item in attributes(value).items() if isinstance(key, str)}
+
+
 class _Machine:
     def __init__(self, data: memoryview, calls: dict[str, Call], persistent: Callable[[Any], Any] | None) -> None:
         self._data = data[:MAX_BYTES]

@@ -1,6 +1,7 @@
 """Reads safetensors files as mapped tensors: the header is checked against the file before anything is believed."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from holdfast.errors import HoldfastError
 MAX_HEADER_BYTES = 64 << 20
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Region]:
-    """The tensors of a file, its metadata, and its mapping."""
+def read_safetensors(
+    path: Path, ignored: Callable[[str], object] = lambda name: False
+) -> tuple[dict[str, Tensor], dict[str, str], Region]:
+    """The tensors of a file but for those whose names are `ignored`, its metadata, and its mapping."""
     region = map_file(path)
     length = int.from_bytes(region.data[:8], "little")
     if len(region.data) < 8 or length > min(MAX_HEADER_BYTES, len(region.data) - 8):
@@ -28,13 +31,14 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Reg
         raise HoldfastError(f"{path} is not a safetensors file: its header is not JSON")
     metadata = header.pop("__metadata__", {})
     body = region.part(8 + length, len(region.data) - 8 - length)
-    tensors = {name: _tensor(path, name, entry, body) for name, entry in header.items()}
-    if sum(tensor.nbytes for tensor in tensors.values()) != len(body.data):
+    parts = {name: _part(path, name, entry, body) for name, entry in header.items()}
+    if sum(len(part.data) for part in parts.values()) != len(body.data):
         raise HoldfastError(f"{path} is cut short, or its header does not describe all of it")
+    tensors = {name: _tensor(header[name], part) for name, part in parts.items() if not ignored(name)}
     return tensors, metadata if isinstance(metadata, dict) else {}, region
 
 
-def _tensor(path: Path, name: str, entry: Any, body: Region) -> Tensor:
+def _part(path: Path, name: str, entry: Any, body: Region) -> Region:
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         sane = dtype in WIDTHS and all(type(size) is int and 0 <= size < 1 << 50 for size in (*shape, start, end))
@@ -43,5 +47,8 @@ def _tensor(path: Path, name: str, entry: Any, body: Region) -> Tensor:
         sane = False
     if not sane:
         raise HoldfastError(f"{path}: the entry of {name} is broken or of an unknown type")
-    part = body.part(start, end - start, f"{path}: {name}")
-    return tensor_of(np.frombuffer(part.data, bits_type(dtype)).reshape(shape), dtype)
+    return body.part(start, end - start, f"{path}: {name}")
+
+
+def _tensor(entry: Any, part: Region) -> Tensor:
+    return tensor_of(np.frombuffer(part.data, bits_type(entry["dtype"])).reshape(entry["shape"]), entry["dtype"])

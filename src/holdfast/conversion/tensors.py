@@ -6,6 +6,7 @@ everything is a matrix: a vector of n elements is [n, 1], a scalar [1, 1].
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +56,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * WIDTHS[self.dtype]
+        return math.prod(self.shape) * WIDTHS[self.dtype]
 
     def rows(self, start: int, stop: int, step: int = 1) -> "Tensor":
         """Rows start, start + step, ... below stop."""
@@ -74,13 +75,14 @@ class Tensor:
         return self.transposed().rows(start, stop).transposed()
 
     def transposed(self) -> "Tensor":
-        assert len(self.shape) == 2
+        if len(self.shape) != 2:
+            raise HoldfastError(f"a tensor of shape {list(self.shape)} where a matrix is expected")
         pieces = tuple(Piece(piece.column, piece.row, piece.bits.T) for piece in self.pieces)
         return replace(self, shape=self.shape[::-1], pieces=pieces)
 
     def reordered(self, split: tuple[int, int, int], order: tuple[int, int, int]) -> "Tensor":
         """Rows seen as an array of shape `split` in front, its axes brought into `order`, and flattened again."""
-        assert int(np.prod(split)) == self.shape[0]
+        assert math.prod(split) == self.shape[0]
         if order == (0, 1, 2):
             return self
         strides = (split[1] * split[2], split[2], 1)
@@ -160,6 +162,12 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
         pieces += [replace(piece, row=piece.row + row) for piece in part.pieces]
         row += part.shape[0]
     return replace(parts[0], shape=(row, *parts[0].shape[1:]), pieces=tuple(pieces))
+
+
+def repeated(row: Tensor, times: int) -> Tensor:
+    """One row, again and again."""
+    pieces = tuple(replace(p, bits=np.broadcast_to(p.bits, (times, p.bits.shape[1]))) for p in row.pieces)
+    return replace(row, shape=(times, *row.shape[1:]), pieces=pieces)
 
 
 def beside(parts: Sequence[Tensor]) -> Tensor:

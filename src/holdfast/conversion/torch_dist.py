@@ -12,9 +12,9 @@ from typing import Any, Literal
 from holdfast.conversion.archives import StoredTensor, load_torch
 from holdfast.conversion.megatron_args import architecture_from_args, architecture_from_shapes, true_size_from_args
 from holdfast.conversion.megatron_names import canonical_name
-from holdfast.conversion.megatron_read import _iteration_folder, drop_tied_copy, split_gate
+from holdfast.conversion.megatron_read import _iteration_folder, drop_tied_copy, split_gate, tokenizer_of
 from holdfast.conversion.model import WORD_EMBEDDINGS, Model, check_complete, with_vocabulary
-from holdfast.conversion.pickles import Record, attributes, load_pickle
+from holdfast.conversion.pickles import Record, attributes, load_pickle, plain_attributes
 from holdfast.conversion.tensors import Piece, Tensor
 from holdfast.conversion.zips import Region, map_file
 from holdfast.errors import HoldfastError
@@ -23,6 +23,7 @@ _CHUNK_FILE = re.compile(r"^[A-Za-z0-9_.-]+\.distcp$")
 _NOT_WEIGHTS = re.compile(
     r"^(optimizer|chained_\d+|rng_state|rerun_state_machine|opt_param_scheduler|args|iteration|checkpoint_version|content_metadata|common|num_floating)"
 )
+MAX_LAYERS = 1 << 14
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -45,10 +46,16 @@ def read_torch_dist(path: Path, heads: int | None = None) -> Model:
             continue
         if re.match(rf"{stack}\.layers\.\D", canonical):
             rest = canonical.removeprefix(f"{stack}.layers.")
+            if len(reader.shapes[name]) < 2 or reader.shapes[name][0] > MAX_LAYERS:
+                raise HoldfastError(
+                    f"{folder}: {name} has the shape {reader.shapes[name]}, which no stack of layers has"
+                )
             for layer in range(reader.shapes[name][0]):
                 tensors[f"{stack}.layers.{layer}.{rest}"] = reader.tensor(name, layer)
         else:
             tensors[canonical] = reader.tensor(name)
+            if not tensors[canonical].shape:
+                raise HoldfastError(f"{folder}: {name} is a single number, where weights are expected")
     if WORD_EMBEDDINGS not in tensors:
         raise HoldfastError(f"{folder}: {WORD_EMBEDDINGS} is missing")
     if args.get("swiglu") is True:
@@ -85,7 +92,7 @@ def read_torch_dist(path: Path, heads: int | None = None) -> Model:
             "objects_not_loaded": sorted(reader.names),
         },
         regions=list(reader.files.values()),
-        tokenizer={"tokenizer_type": str(args["tokenizer_type"])} if args.get("tokenizer_type") else {},
+        tokenizer=tokenizer_of(args),
     )
     if true_size is not None:
         model = with_vocabulary(model, true_size, said_by)
@@ -99,13 +106,14 @@ def _args(folder: Path, reader: "_Reader") -> tuple[dict[str, Any], Mapping[str,
         common = load_torch(map_file(folder / "common.pt")).tree
         if not isinstance(common, dict):
             raise HoldfastError(f"{folder / 'common.pt'} holds no state")
-        return attributes(common.get("args")), common
+        return plain_attributes(common.get("args")), common
     state: dict[str, Any] = {}
     for name in reader.blobs:
-        if name in ("args", "iteration", "checkpoint_version") or name.startswith("common"):
+        key = name.split("/")[0].rsplit(".", 1)[-1]
+        if key in ("args", "iteration", "checkpoint_version", "common", "common_state_dict"):
             value = load_torch(reader.region(name)).tree
-            state |= value if isinstance(value, dict) and name.startswith("common") else {name: value}
-    return attributes(state.get("args")), state
+            state |= value if isinstance(value, dict) and key.startswith("common") else {key: value}
+    return plain_attributes(state.get("args")), state
 
 
 class _Reader:
