@@ -47,7 +47,6 @@ def test_a_full_disk_is_said_clearly_and_gets_its_room_back(server, tmp_path, le
     assert "no room left on the disk" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert int(done.stdout.split()[0]) <= 16, "kilobytes still used"
-    assert server.requests[0].sent < len(CONTENT) or not length
     assert len(server.requests) == 1, "a full disk is no reason to try again"
 
 

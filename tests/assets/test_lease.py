@@ -90,6 +90,13 @@ def test_a_lease_that_is_still_being_written_proves_nothing(tmp_path):
     assert seen and seen.number == 7 and seen.holder is None and not seen.released
 
 
+def test_a_lease_cannot_point_at_a_part_elsewhere(tmp_path):
+    held = claim(tmp_path, None, "../precious.part", None)
+    assert held
+    seen = newest_lease(tmp_path)
+    assert seen and seen.part == "" and seen.holder is None
+
+
 def start_child(code: str) -> subprocess.Popen:
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
     assert child.stdout

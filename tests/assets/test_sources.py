@@ -31,6 +31,8 @@ def test_a_file_url_is_copied_into_the_cache(tmp_path, cache):
 def test_a_missing_file_url_is_said_clearly(tmp_path):
     with pytest.raises(HoldfastError, match="No such file"):
         fetch((tmp_path / "missing").as_uri())
+    with pytest.raises(HoldfastError, match="it is not a file"):
+        fetch(tmp_path.as_uri())
     with pytest.raises(HoldfastError, match="file of this machine"):
         fetch("file://host/path")
 

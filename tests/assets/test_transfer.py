@@ -148,6 +148,19 @@ def test_a_slow_trickle_ends_at_the_time_limit_and_the_next_call_continues(serve
     assert leftovers_in(cache) == []
 
 
+def test_a_server_that_falls_silent_does_not_outlast_the_time_limit(server):
+    def fall_silent(handler, page):
+        handler.serve(page, stop_after=100_000)
+        handler.wfile.flush()
+        time.sleep(25)
+
+    url = server.put("/file", CONTENT, script=[fall_silent])
+    began = time.monotonic()
+    with pytest.raises(HoldfastError, match=r"not here after 1 s: 100000 of 1000000 bytes"):
+        fetch(url, timeout=1)
+    assert time.monotonic() - began < 20, "the stall limit of a transfer is 30 s"
+
+
 def test_content_encoding_is_not_mistaken_for_content(server):
     """A server that compresses although asked not to, and one that only labels a compressed file."""
     packed = gzip.compress(CONTENT)

@@ -146,7 +146,9 @@ def _read(folder: Path, number: int) -> Lease | None:
     unknown = Lease(number, None, f"unknown-{number}", "", None)
     try:
         content = json.loads(_read_file(f"{folder}/{PREFIX}{number:06d}"))
-        return Lease(number, Identity(**content.pop("holder")), **content)
+        lease = Lease(number, Identity(**content.pop("holder")), **content)
+        # Whoever can write here must not be able to point us at a file elsewhere.
+        return lease if Path(lease.part).name == lease.part else unknown
     except FileNotFoundError:
         return None  # swept: the file is there by now
     except (ValueError, TypeError, KeyError):

@@ -41,7 +41,7 @@ class Part:
         self.about = Description()
         self.size = 0
         self._hash = hashlib.sha256()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
     def continue_bytes(self, trust_all: bool, beat: Callable[[], None]) -> None:
         """Takes over what is in the file; without `trust_all` only what was synced."""

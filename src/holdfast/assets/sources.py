@@ -8,6 +8,7 @@ zero, `SourceError` will not pass.
 import functools
 import os
 import re
+import stat
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -65,14 +66,18 @@ class Stream:
     resumable: bool = True
 
 
-def open_source(url: str, resume: Resume | None) -> AbstractContextManager[Stream]:
-    openers = {"file": open_file, "hf": open_hub, "s3": open_s3}
-    opener = openers.get(urllib.parse.urlsplit(url).scheme)
-    return opener(url, resume) if opener else open_http(url, resume, {})
+def open_source(url: str, resume: Resume | None, patience: float) -> AbstractContextManager[Stream]:
+    """`patience`: seconds that the caller has left; no answer is waited for longer than that."""
+    scheme = urllib.parse.urlsplit(url).scheme
+    if scheme == "file":
+        return open_file(url, resume)
+    if scheme == "s3":
+        return open_s3(url, resume)
+    return open_hub(url, resume, patience) if scheme == "hf" else open_http(url, resume, patience, {})
 
 
 @contextmanager
-def open_http(url: str, resume: Resume | None, headers: dict[str, str]) -> Iterator[Stream]:
+def open_http(url: str, resume: Resume | None, patience: float, headers: dict[str, str]) -> Iterator[Stream]:
     import httpx  # 60 ms and more: only the one process that downloads pays for it
 
     asked = {"Accept-Encoding": "identity", "User-Agent": "holdfast", **headers}
@@ -80,7 +85,8 @@ def open_http(url: str, resume: Resume | None, headers: dict[str, str]) -> Itera
         asked["Range"] = f"bytes={resume.offset}-"
         if resume.validator:
             asked["If-Range"] = resume.validator
-    limits = httpx.Timeout(STALL_SECONDS, connect=CONNECT_SECONDS)
+    patience = max(patience, 0.1)
+    limits = httpx.Timeout(min(STALL_SECONDS, patience), connect=min(CONNECT_SECONDS, patience))
     try:
         with httpx.stream(
             "GET", url, headers=asked, follow_redirects=True, timeout=limits, verify=_trusted_authorities()
@@ -177,12 +183,15 @@ def open_file(url: str, resume: Resume | None) -> Iterator[Stream]:
     parts = urllib.parse.urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise SourceError(f"file URLs name a file of this machine: file:///path, not file://{parts.netloc}/path")
+    path = urllib.parse.unquote(parts.path)
     try:
-        descriptor = os.open(urllib.parse.unquote(parts.path), os.O_RDONLY)
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError("it is not a file")
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise SourceError(str(error.strerror)) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
+    with open(descriptor, "rb") as file:
         validator = f"{status.st_mtime_ns}-{status.st_size}"
         offset = resume.offset if resume and resume.validator == validator else 0
         file.seek(offset)
@@ -193,8 +202,8 @@ def _read(file: BinaryIO) -> Iterator[bytes]:
     try:
         while chunk := file.read(CHUNK):
             yield chunk
-    except OSError as error:
-        raise TryAgain(str(error)) from error
+    except Exception as error:  # S3 clients raise what they like
+        raise TryAgain(str(error) or type(error).__name__) from error
 
 
 def _hub_address(url: str) -> tuple[str, str, str, str | None]:
@@ -212,7 +221,7 @@ def _hub_address(url: str) -> tuple[str, str, str, str | None]:
 
 
 @contextmanager
-def open_hub(url: str, resume: Resume | None) -> Iterator[Stream]:
+def open_hub(url: str, resume: Resume | None, patience: float) -> Iterator[Stream]:
     """huggingface_hub knows the endpoint, the user's token and what the hub says about the file; the bytes come to our part,
     so that the next holder of the lease can continue them, and no lock of the hub's own cache is needed."""
     import huggingface_hub
@@ -232,7 +241,7 @@ def open_hub(url: str, resume: Resume | None) -> Iterator[Stream]:
         etag = None  # a hub that does not answer HEAD may still answer GET, and GET has the retries
     token = huggingface_hub.get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with open_http(address, resume, headers) as stream:
+    with open_http(address, resume, patience, headers) as stream:
         stream.name = name_in_url(url)
         # For large files the hub's ETag is the sha256 of the content.
         stream.sha256 = etag if etag and re.fullmatch(r"[0-9a-f]{64}", etag) else None
@@ -253,8 +262,8 @@ def open_s3(url: str, resume: Resume | None) -> Iterator[Stream]:
         file = store.open(path, "rb", block_size=S3_BLOCK)
     except (TimeoutError, ConnectionError) as error:
         raise TryAgain(str(error)) from error
-    except OSError as error:
-        raise SourceError(str(error)) from error
+    except Exception as error:
+        raise SourceError(str(error) or type(error).__name__) from error
     with file:
         validator = str(about.get("ETag") or about.get("LastModified") or "") or None
         offset = resume.offset if resume and validator and resume.validator == validator else 0

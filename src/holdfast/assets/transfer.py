@@ -88,7 +88,7 @@ class Transfer:
         if resume and part.size == part.about.length:
             return  # the last holder was killed after the last byte: nothing to ask for
         self.announce(url)
-        with open_source(url, resume) as stream:
+        with open_source(url, resume, self.deadline.remaining()) as stream:
             self._accept(url, stream, resume)
             for chunk in stream.chunks:
                 part.append(chunk)
