@@ -15,6 +15,7 @@ from holdfast.errors import HoldfastError
 
 KINDS: dict[str, str] = {
     "dataset": "holdfast.data.inspection",
+    "checkpoint": "holdfast.conversion.inspection",
 }
 
 

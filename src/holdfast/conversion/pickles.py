@@ -187,8 +187,10 @@ class _Machine:
             self._pop()
 
     def _global(self, module: Any, name: Any) -> None:
-        if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > 1000:
+        if not isinstance(module, str) or not isinstance(name, str) or not 0 < len(module) + len(name) < 1000:
             _refuse("a global without a proper name")
+        if not (module + name).isprintable():
+            _refuse("a global with unprintable characters")
         known = self._globals.setdefault((module, name), Global(module, name))
         if len(self._globals) > 10_000:
             _refuse("more than 10,000 different globals")

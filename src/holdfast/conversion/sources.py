@@ -35,6 +35,15 @@ def read_model(path: Path, heads: int | None = None, version: float | None = Non
     """The model at a path, whatever form it has. `heads` and `version` are for Megatron files that do not say them."""
     if not path.exists():
         raise HoldfastError(f"{path}: no such file or folder")
+    try:
+        return _read(path, heads, version)
+    except HoldfastError as error:
+        # Names out of the file are part of many messages, and a file may call a tensor anything, line breaks included.
+        message = "".join(character if character.isprintable() else "?" for character in str(error)[:2000])
+        raise HoldfastError(message) from None
+
+
+def _read(path: Path, heads: int | None, version: float | None) -> Model:
     kind = kind_of(path)
     if kind == "huggingface":
         return read_huggingface(path)

@@ -1,0 +1,93 @@
+"""What `holdfast inspect` says about a checkpoint: Megatron, torch_dist, Hugging Face, Holdfast. Reads, and runs nothing."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from holdfast.conversion.archives import is_torch_file, load_torch
+from holdfast.conversion.megatron_read import find_rank_files
+from holdfast.conversion.model import Model
+from holdfast.conversion.sources import kind_of, read_model
+from holdfast.errors import HoldfastError
+from holdfast.inspection import Description, Reader
+
+# Names that Megatron's own checkpoints mention besides torch's; anything else is worth a line.
+USUAL_NAMES = (
+    "argparse.",
+    "collections.",
+    "numpy",
+    "megatron.",
+    "types.SimpleNamespace",
+    "_codecs.encode",
+    "builtins.",
+    "pathlib.",
+)
+
+
+def recognises(path: Path) -> bool:
+    return kind_of(path) is not None
+
+
+def describe(path: Path, reader: Reader) -> Description:
+    """Everything that is known without converting; a file that cannot be a model is described as far as it goes."""
+    kind = kind_of(path)
+    try:
+        model = read_model(path)
+    except HoldfastError as error:
+        return _describe_broken(path, str(kind), str(error))
+    return _describe_model(str(kind), model)
+
+
+def _describe_model(kind: str, model: Model) -> Description:
+    arch = model.architecture
+    dtypes = Counter(tensor.dtype for tensor in model.tensors.values())
+    parameters = sum(math.prod(tensor.shape) for tensor in model.tensors.values())
+    odd = [name for name in model.facts.get("objects_not_loaded", []) if not name.startswith(USUAL_NAMES)]
+    vocabulary = "unknown" if arch.true_vocab_size is None else f"{arch.true_vocab_size:,}"
+    facts: dict[str, Any] = {
+        **{key: value for key, value in model.facts.items() if key not in ("kind", "config")},
+        "form": kind,
+        "origin": model.origin,
+        "iteration": model.iteration,
+        "parameters": parameters,
+        "tensors": len(model.tensors),
+        "dtypes": dict(dtypes),
+        "architecture": {name: getattr(arch, name) for name in arch.__dataclass_fields__},
+        "notes": model.notes,
+    }
+    shape = f"{arch.num_layers} layers × {arch.hidden_size}, {arch.num_attention_heads} heads"
+    if arch.num_query_groups != arch.num_attention_heads:
+        shape += f" in {arch.num_query_groups} groups"
+    lines = [
+        f"  {model.origin}" + (f", iteration {model.iteration:,}" if model.iteration is not None else ""),
+        f"  {arch.family.upper()}, {shape}, MLP {arch.ffn_hidden_size}, {arch.max_position_embeddings} positions",
+        f"  {parameters:,} parameters in {len(model.tensors)} tensors, "
+        + ", ".join(f"{dtype} × {count}" for dtype, count in dtypes.items()),
+        f"  vocabulary {vocabulary}, {arch.padded_vocab_size:,} with padding",
+        f"  {arch.activation}, {arch.normalization} with epsilon {arch.norm_epsilon:g}, {arch.positions} positions, "
+        f"{'tied' if arch.tied else 'separate'} output matrix",
+        f"  optimizer state: {'yes' if model.facts.get('optimizer') else 'no'}",
+        *(f"  {note}" for note in model.notes),
+        *(f"  mentions {name}, which was not loaded" for name in odd),
+    ]
+    return Description(facts, lines)
+
+
+def _describe_broken(path: Path, kind: str, error: str) -> Description:
+    names: set[str] = set()
+    serialisation = None
+    try:
+        regions = [region for _, _, region in find_rank_files(path)] if kind == "megatron" else []
+        for region in regions:
+            if is_torch_file(region):
+                loaded = load_torch(region)
+                names |= loaded.names
+                serialisation = loaded.serialisation
+    except HoldfastError:
+        pass  # the first error says it already
+    lines = [f"  {path.stat().st_size:,} bytes" if path.is_file() else f"  {kind} folder"]
+    lines += [f"  mentions {name}, which was not loaded" for name in sorted(names)]
+    return Description(
+        {"form": kind, "serialisation": serialisation, "objects_not_loaded": sorted(names)}, lines, [error]
+    )
