@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from holdfast.config import ModelConfig
 from holdfast.models.gpt import GPT
 from holdfast.models.initial import initial_value
+from holdfast.models.loss import Cut, vocabulary_loss
 
 VOCABULARY, PADDED, POSITIONS = 101, 128, 24
 
@@ -194,6 +195,31 @@ def test_the_loss_in_chunks_equals_the_loss_at_once(monkeypatch):
         results.append((total.detach(), ours.embedding.word_embeddings.weight.grad.clone()))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-13, atol=0)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loss_by_compiled_kernels_equals_the_loss_by_single_operations(monkeypatch, dtype):
+    monkeypatch.setattr("holdfast.models.loss.COMPILED_CHUNK_ELEMENTS", 10 * PADDED)
+    generator = torch.Generator().manual_seed(6)
+    x, matrix = torch.randn(40, 16, generator=generator), torch.randn(PADDED, 16, generator=generator)
+    labels = torch.randint(0, VOCABULARY, (40,), generator=generator)
+    weights, bias = torch.rand(40, generator=generator).round(decimals=1), torch.randn(PADDED, generator=generator)
+    results = []
+    for compiled in (False, True):
+        leaves = [t.clone().to(dtype).requires_grad_() for t in (x, matrix, bias)]
+        # the same functions, run by torch without compiling them: a compiler is not what is tested here
+        with torch.compiler.set_stance("force_eager"):
+            total, right = vocabulary_loss(
+                leaves[0], leaves[1], labels, weights, VOCABULARY, leaves[2], Cut(compiled=compiled)
+            )
+        (total * 0.5).backward()
+        results.append((total.detach(), right, *(leaf.grad for leaf in leaves)))
+    tolerance = {"rtol": 1e-12, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.02}
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+    logits = torch.nn.functional.linear(x.double(), matrix.double(), bias.double())[:, :VOCABULARY]
+    expected = (torch.nn.functional.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    assert float(results[1][0]) == pytest.approx(float(expected), rel=1e-6 if dtype == torch.float64 else 0.02)
 
 
 def test_a_starting_weight_depends_on_seed_and_name_alone():

@@ -4,18 +4,25 @@ The last matrix product and the loss are one autograd function that works throug
 gradients of hidden states and of the output matrix on the way, so that backward only scales them. The vocabulary may be cut over
 ranks: `Cut` says which rows are here and how to combine, this file does not know how.
 
+A chunk is worked through in place, operation by operation, or by three compiled kernels that read the logits in the compute type
+and write their gradient over them: as few bytes as this takes without a kernel of our own.
+
 Shapes: N tokens, H hidden, V rows of the vocabulary here.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-# Tokens × rows of one chunk of fp32 logits: 128 MiB per buffer.
+# Tokens × rows of one chunk of logits. In fp32, one operation at a time: 128 MiB per buffer.
 CHUNK_ELEMENTS = 1 << 25
+# Compiled, there is one buffer in the compute type (1 GiB in bf16), and long products run best.
+COMPILED_CHUNK_ELEMENTS = 1 << 29
 
 
 def _same(x: Tensor) -> Tensor:
@@ -33,6 +40,8 @@ class Cut:
     """All tokens' hidden states from the share that is here; its backward adds up the ranks' gradients."""
     rows_here: Callable[[Tensor], Tensor] = _same
     """The rows of the output matrix that are here."""
+    compiled: bool = False
+    """Whether chunks go through compiled kernels."""
 
 
 class VocabularyLoss(torch.autograd.Function):
@@ -58,23 +67,20 @@ class VocabularyLoss(torch.autograd.Function):
         dx = torch.empty_like(x_NH) if needs_grad else None
         dmatrix = torch.zeros_like(matrix_VH) if needs_grad else None
         dbias = torch.zeros(rows, dtype=wide, device=x_NH.device) if needs_grad and bias_V is not None else None
-        chunk = max(1, min(tokens, CHUNK_ELEMENTS // rows))
+        chunk_loss = _compiled_chunk_loss if cut.compiled else _chunk_loss
+        chunk = _chunk_tokens(tokens, rows, cut.compiled)
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
             x, weights = x_NH[part], weights_N[part].to(wide)
-            logits = (x @ matrix.T).to(wide)
-            if bias_V is not None:
-                logits = logits + bias_V.to(wide)
-            loss, hits, dlogits = _chunk_loss(logits, labels_N[part], vocab_size, cut)
-            total += (loss * weights).sum()
-            right += (hits * (weights > 0)).sum()
+            logits = F.linear(x, matrix, None if bias_V is None else bias_V.to(x.dtype))
+            loss, hits, dlogits = chunk_loss(logits, labels_N[part], weights, vocab_size, cut)
+            total += loss
+            right += hits
             if dx is not None and dmatrix is not None:
-                dlogits *= weights[:, None]
                 if dbias is not None:
-                    dbias += dlogits.sum(0)
-                narrow = dlogits.to(x.dtype)
-                dx[part] = narrow @ matrix
-                dmatrix += narrow.T @ x
+                    dbias += dlogits.sum(0, dtype=wide)
+                torch.mm(dlogits, matrix, out=dx[part])
+                dmatrix += dlogits.T @ x
         if needs_grad:
             ctx.save_for_backward(dx, dmatrix, dbias)
         ctx.mark_non_differentiable(right)
@@ -87,8 +93,21 @@ class VocabularyLoss(torch.autograd.Function):
         return (dx * dtotal).to(dx.dtype), dmatrix.mul_(dtotal), dbias, None, None, None, None
 
 
-def _chunk_loss(logits: Tensor, labels: Tensor, vocab_size: int, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, hits and d loss / d logits of one chunk. The logits' memory becomes that of the gradient."""
+def _chunk_tokens(tokens: int, rows: int, compiled: bool) -> int:
+    """Tokens per chunk; compiled chunks are of one size where possible, since each size is a compilation."""
+    if not compiled:
+        return max(1, min(tokens, CHUNK_ELEMENTS // rows))
+    least = -(-tokens * rows // COMPILED_CHUNK_ELEMENTS)
+    count = next((count for count in range(least, 2 * least) if tokens % count == 0), least)
+    return -(-tokens // count)
+
+
+def _chunk_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, cut: Cut
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, hits and d loss / d logits of one chunk. The wide logits' memory becomes that of the gradient."""
+    narrow = logits.dtype
+    logits = logits.to(weights.dtype)
     here = vocab_size - cut.first_row
     if here < logits.shape[1]:
         logits[:, max(here, 0) :] = -torch.inf  # padded rows are never predicted
@@ -100,10 +119,64 @@ def _chunk_loss(logits: Tensor, labels: Tensor, vocab_size: int, cut: Cut) -> tu
     target = cut.reduce_sum(torch.where(mine, logits.gather(1, index).squeeze(1), zero))
     probability = logits.sub_(peak[:, None]).exp_()
     normalizer = cut.reduce_sum(probability.sum(1))
-    loss = normalizer.log() + peak - target
-    dlogits = probability.div_(normalizer[:, None])
-    dlogits.scatter_add_(1, index, -mine.to(logits.dtype)[:, None])
-    return loss, (target >= peak).to(loss.dtype), dlogits
+    loss = ((normalizer.log() + peak - target) * weights).sum()
+    hits = ((target >= peak) & (weights > 0)).sum()
+    dlogits = probability.mul_((weights / normalizer)[:, None])
+    dlogits.scatter_add_(1, index, -(mine * weights)[:, None])
+    return loss, hits, dlogits.to(narrow)
+
+
+def _compiled_chunk_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, cut: Cut
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by compiled kernels. The logits' own memory becomes that of the gradient."""
+    local, here = labels - cut.first_row, vocab_size - cut.first_row
+    if cut.reduce_sum is _same:
+        loss, hits = _compiled(_whole_chunk)(logits, local, weights, here)
+        return loss, hits, logits
+    peak = cut.reduce_max(_compiled(_peaks)(logits, here, weights.dtype))
+    normalizer, target = cut.reduce_sum(_compiled(_sums)(logits, local, peak, here))
+    loss, hits = _compiled(_gradient_)(logits, local, weights, peak, normalizer, target, here)
+    return loss, hits, logits
+
+
+def _whole_chunk(logits: Tensor, local: Tensor, weights: Tensor, here: int) -> tuple[Tensor, Tensor]:
+    peak = _peaks(logits, here, weights.dtype)
+    normalizer, target = _sums(logits, local, peak, here)
+    return _gradient_(logits, local, weights, peak, normalizer, target, here)
+
+
+def _masked(logits: Tensor, here: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Wide logits without padded rows, and the numbers of the rows."""
+    row = torch.arange(logits.shape[1], device=logits.device)[None]
+    return torch.where(row < here, logits.to(wide), -torch.inf), row
+
+
+def _peaks(logits: Tensor, here: int, wide: torch.dtype) -> Tensor:
+    return _masked(logits, here, wide)[0].amax(1)
+
+
+def _sums(logits: Tensor, local: Tensor, peak: Tensor, here: int) -> Tensor:
+    """The softmax's normalizer and the logit of the label (0 where another rank has it)."""
+    wide, row = _masked(logits, here, peak.dtype)
+    target = torch.where(row == local[:, None], wide, 0.0).sum(1)
+    return torch.stack(((wide - peak[:, None]).exp().sum(1), target))
+
+
+def _gradient_(
+    logits: Tensor, local: Tensor, weights: Tensor, peak: Tensor, normalizer: Tensor, target: Tensor, here: int
+) -> tuple[Tensor, Tensor]:
+    """Loss and hits; writes d loss / d logits over the logits."""
+    wide, row = _masked(logits, here, weights.dtype)
+    probability = (wide - peak[:, None]).exp() / normalizer[:, None]
+    logits.copy_((probability - (row == local[:, None]).to(wide.dtype)) * weights[:, None])
+    loss = ((normalizer.log() + peak - target) * weights).sum()
+    return loss, ((target >= peak) & (weights > 0)).sum()
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 def vocabulary_loss(

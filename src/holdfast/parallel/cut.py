@@ -4,6 +4,7 @@ Modules are built without memory, cut, and only then given their share of each w
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def cut_and_fill(
     if compiled:
         for layer in transformer_layers(model):
             layer.compile(dynamic=False)
+        model.vocabulary_cut = replace(model.vocabulary_cut, compiled=True)  # type: ignore[type-var]
     if grid.layout.shard > 1:
         axes = ("replica", "shard") if grid.layout.replica > 1 else ("shard",)
         shard_model(model, grid.mesh[axes], dtype)

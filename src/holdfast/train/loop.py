@@ -24,7 +24,7 @@ from holdfast.progress import say
 from holdfast.train.families import Feed, build_parts, compute_dtype
 from holdfast.train.holding import Holding, Progress
 from holdfast.train.metrics import Iteration, Reporter
-from holdfast.train.optim import GradientNorm, build_loss_scale, build_optimizer, scale_gradients
+from holdfast.train.optim import Arriving, GradientNorm, build_loss_scale, build_optimizer, clip_and_step
 from holdfast.train.schedule import Batches, batches_of, schedule_of
 from holdfast.train.signals import StopRequests
 from holdfast.train.step import Passes
@@ -105,12 +105,15 @@ class _Run:
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.passes.gradients(batch, scale)
-        wants_stop = torch.tensor(float(self.stop.requested()), device=self.grid.device)
+        wants_stop = torch.full((), float(self.stop.requested()), device=self.grid.device)
         self.holding.commit()  # the last snapshot is whole before this exchange: it is the commit barrier
         sums = self.norm.reduce(loss, wants_stop)
         sums[0] /= scale
-        self.report_pending()  # the step before this one has surely finished
-        overflow = self.update_weights(sums[0], scale, lr)
+        arriving = Arriving(sums)
+        self.update_weights(sums[0], scale, lr)
+        self.report_pending()  # while the device is at work
+        sums = arriving.wait()
+        overflow = not math.isfinite(sums[0])
         if self.loss_scale:
             self.loss_scale.update(overflow)
         progress.advance(size, size * self.config.data.seq_length, overflow)
@@ -125,21 +128,11 @@ class _Run:
             scale if self.loss_scale else None,
         )
 
-    def update_weights(self, norm: Tensor, scale: float, lr: float) -> bool:
-        """Clips and steps; returns whether the step was skipped because the gradient was not finite."""
-        value = float(norm)
-        if not math.isfinite(value):
-            return True
-        clip = self.config.optimizer.clip_grad
-        factor = 1.0 / scale
-        if clip > 0:
-            factor *= min(1.0, clip / (value + 1e-6))
-        if factor != 1.0:
-            scale_gradients(self.parts, torch.tensor(factor, device=self.grid.device))
+    def update_weights(self, norm: Tensor, scale: float, lr: float) -> None:
+        """Clips and steps, or leaves everything as it is because the gradient is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        return False
+        clip_and_step(self.optimizer, norm, self.config.optimizer.clip_grad, scale)
 
     def evaluate(self) -> None:
         """Mean loss over eval_iters batches of the validation split; told with the iteration it follows."""

@@ -101,7 +101,42 @@ class GradientNorm:
         return together
 
 
-def scale_gradients(parts: list[nn.Module], factor: Tensor) -> None:
-    gradients = [local(p.grad) for part in parts for p in part.parameters() if p.grad is not None]
+class Arriving:
+    """Numbers on their way from the device to the host, while the device goes on with what comes after them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._event = None
+        if numbers.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers
+
+
+def clip_and_step(optimizer: torch.optim.Optimizer, norm: Tensor, clip: float, scale: float) -> None:
+    """One step with gradient / scale, clipped to a norm of `clip`; nothing changes if the norm is not finite.
+
+    AdamW's fused kernels divide and decide on the device, so that nobody waits for the norm. Other optimizers need to know it.
+    """
+    divisor = torch.full_like(norm, scale)
+    if clip > 0:
+        divisor *= ((norm + 1e-6) / clip).clamp(min=1.0)
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    elif norm.isfinite():
+        _divide_gradients(optimizer, divisor)
+    else:
+        return
+    optimizer.step()
+
+
+def _divide_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
+    every = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    gradients = [local(gradient) for gradient in every]
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        torch._foreach_div_(gradients, divisor.to(gradients[0].dtype))

@@ -3,7 +3,7 @@
 Gradients come out summed over the whole batch and complete on every rank that needs them; nothing here steps the optimizer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +46,21 @@ class PassInputs:
         )
 
 
+def _unwatched(phase: str) -> None: ...
+
+
 class Passes:
-    """Forward and backward of this rank's stages over the micro batches of a step."""
+    """Forward and backward of this rank's stages over the micro batches of a step.
+
+    `begin` is told the name of each phase when the phase begins; nobody listens unless someone takes its place.
+    """
 
     def __init__(self, parts: list[nn.Module], grid: Grid, tied: TiedEmbedding, shapes: dict[str, Any]) -> None:
         self._parts, self._grid, self._tied, self._shapes = parts, grid, tied, shapes
         self._parameters = [p for part in parts for p in part.parameters()]
         self._schedules: dict[int, Any] = {}
         self._weight = 1.0
+        self.begin: Callable[[str], None] = _unwatched
         self._averaged = grid.layout.data if grid.layout.shard > 1 else 1  # FSDP2 divides gradients by this
         self._sum: GradientSum | None = None
         if grid.layout.replica > 1 and grid.layout.shard == 1:
@@ -80,6 +87,7 @@ class Passes:
         if self._sum is not None:
             self._sum.expect(len(batch))
         total = self._pipelined(batch, True) if self._grid.layout.pipeline > 1 else self._plain(batch, True)
+        self.begin("communication")
         if self._sum is not None:
             self._sum.wait()
         settle_gradients(self._parameters)
@@ -102,8 +110,10 @@ class Passes:
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule) and backward:
                 model.set_requires_gradient_sync(index == len(batch) - 1)
+            self.begin("forward")
             loss = model(micro.x, **micro.keywords(last_stage=True)).sum() * self._weight
             if backward:
+                self.begin("backward")
                 loss.backward()
             total += loss.detach()
         return total
@@ -115,6 +125,7 @@ class Passes:
         joined = PassInputs.join(batch)
         losses: list[Tensor] = []
         run = schedule.step if backward else schedule.eval
+        self.begin("forward and backward")
         arguments = (joined.x,) if first else ()
         keywords = joined.keywords(last_stage=last)
         if last:
