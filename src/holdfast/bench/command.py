@@ -18,6 +18,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "holdfast.bench.fetch",
         "64 processes fetch at once; the cost of a cached fetch; what waiters cost the holder",
     ),
+    "train": (
+        "holdfast.bench.train",
+        "training steps on random tokens, beside a plain compiled GPT-2 and Hugging Face",
+    ),
 }
 
 

@@ -1,0 +1,187 @@
+"""Who takes part in `bench train`: each is a model and an optimizer whose `step` does everything that a training step does.
+
+All get the same batches and shapes, fp32 weights with bf16 compute where the configuration says so, fused AdamW, and clipping to
+a global norm of 1. Holdfast's step is made of the functions that `holdfast train` runs.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.bench.plain_gpt import PlainGPT, PlainShape
+from holdfast.config import Config
+from holdfast.errors import UsageError
+from holdfast.models.layers import Shape
+from holdfast.parallel.layout import padded_vocab_size
+from holdfast.parallel.mesh import Grid
+
+Begin = Callable[[str], None]
+"""Told the name of a phase when it begins."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Random tokens and what should follow each of them, in pinned memory where there is a device to copy to."""
+
+    tokens: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
+
+
+def random_batch(config: Config, device: torch.device, seed: int) -> Batch:
+    shape = (config.train.micro_batch_size, config.data.seq_length + 1)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, config.model.vocab_size or 1, shape, generator=generator)
+    parts = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(*(part.pin_memory() if device.type == "cuda" else part for part in parts))
+
+
+class Contender(Protocol):
+    name: str
+
+    def step(self, batch: Batch, begin: Begin) -> Tensor:
+        """One whole training step; the loss, still on the device."""
+
+
+class Holdfast:
+    """The functions of `holdfast train`, in the order of its loop."""
+
+    name = "holdfast"
+
+    def __init__(self, config: Config, grid: Grid) -> None:
+        from holdfast.parallel.pipeline import TiedEmbedding
+        from holdfast.train.families import build_parts
+        from holdfast.train.optim import GradientNorm, build_optimizer
+        from holdfast.train.step import Passes
+
+        assert config.model.vocab_size is not None
+        self._device = grid.device
+        self._clip = config.optimizer.clip_grad
+        parts = build_parts(config, grid, config.model.vocab_size)
+        tied = TiedEmbedding(parts, grid, not config.model.untie_embeddings_and_output_weights)
+        self._passes = Passes(parts, grid, tied, {})
+        self._norm = GradientNorm(parts, grid, tied.copy)
+        self._optimizer = build_optimizer(parts, config.optimizer)
+
+    def step(self, batch: Batch, begin: Begin) -> Tensor:
+        from holdfast.train.optim import Arriving, clip_and_step
+        from holdfast.train.step import PassInputs
+
+        begin("data")
+        tokens, labels = batch.to(self._device)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._passes.begin = begin
+        loss = self._passes.gradients([PassInputs(tokens, {}, {"labels_BT": labels}, None)], 1.0)
+        begin("communication")
+        sums = self._norm.reduce(loss)
+        arriving = Arriving(sums)
+        begin("optimizer")
+        clip_and_step(self._optimizer, sums[0], self._clip, 1.0)
+        begin("end")
+        return arriving.wait()[1]
+
+
+class Autocast:
+    """A model that gives its own mean loss, trained as nanoGPT's and Hugging Face's examples train: under autocast."""
+
+    def __init__(self, name: str, model: nn.Module, config: Config, device: torch.device) -> None:
+        self.name, self._device, self._clip = name, device, config.optimizer.clip_grad
+        self._model = model.to(device).train()
+        decays = [p for p in model.parameters() if p.ndim >= 2]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": decays, "weight_decay": config.optimizer.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=config.optimizer.lr,
+            betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+            fused=True,
+        )
+        dtype = torch.bfloat16 if config.train.bf16 else torch.float16
+        narrow = config.train.bf16 or config.train.fp16
+        self._context = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=narrow)
+        compiled = device.type == "cuda" if config.train.compile is None else config.train.compile
+        self._forward: Callable[..., Any] = torch.compile(self._model) if compiled else self._model
+
+    def step(self, batch: Batch, begin: Begin) -> Tensor:
+        begin("data")
+        tokens, labels = batch.to(self._device)
+        begin("forward")
+        with self._context():
+            loss: Tensor = self.loss(tokens, labels)
+        begin("backward")
+        loss.backward()
+        begin("optimizer")
+        if self._clip > 0:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip, foreach=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        begin("end")
+        return loss.detach()
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = self._forward(tokens, labels)
+        return found
+
+
+class HuggingFace(Autocast):
+    """The same for a model of `transformers`, which shifts the labels itself."""
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = self._forward(input_ids=tokens, labels=tokens).loss
+        return found
+
+
+def plain_gpt(config: Config, device: torch.device) -> Contender:
+    model = config.model
+    if not _is_gpt2(config):
+        raise UsageError("the nanogpt baseline is GPT-2's shape; for others measure --against hf")
+    positions = model.max_position_embeddings or config.data.seq_length
+    shape = PlainShape(model.num_layers, model.hidden_size, model.num_attention_heads, positions, _padded(config))
+    with device:
+        return Autocast("nanogpt", PlainGPT(shape), config, device)
+
+
+def hugging_face(config: Config, device: torch.device) -> Contender:
+    """The model of `transformers` with the configuration's shape, without dropout and cache."""
+    model, shape = config.model, Shape.of(config.model)
+    positions = model.max_position_embeddings or config.data.seq_length
+    with device:
+        if _is_gpt2(config):
+            from transformers import GPT2Config, GPT2LMHeadModel
+
+            options = GPT2Config(
+                vocab_size=_padded(config), n_positions=positions, n_embd=model.hidden_size, n_layer=model.num_layers,
+                n_head=model.num_attention_heads, n_inner=shape.ffn, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                activation_function="gelu_new" if model.openai_gelu else "gelu", use_cache=False,
+            )  # fmt: skip
+            return HuggingFace("hf", GPT2LMHeadModel(options), config, device)
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        llama = LlamaConfig(
+            vocab_size=_padded(config), hidden_size=model.hidden_size, intermediate_size=shape.ffn,
+            num_hidden_layers=model.num_layers, num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=shape.groups, max_position_embeddings=positions, head_dim=shape.head,
+            tie_word_embeddings=not model.untie_embeddings_and_output_weights, use_cache=False,
+        )  # fmt: skip
+        return HuggingFace("hf", LlamaForCausalLM(llama), config, device)
+
+
+PEERS: dict[str, Callable[[Config, torch.device], Contender]] = {"nanogpt": plain_gpt, "hf": hugging_face}
+
+
+def _is_gpt2(config: Config) -> bool:
+    model = config.model
+    return model.position_embedding_type == "learned_absolute" and model.normalization == "LayerNorm"
+
+
+def _padded(config: Config) -> int:
+    assert config.model.vocab_size is not None
+    return padded_vocab_size(config.model.vocab_size, config.model, 1)

@@ -1,0 +1,70 @@
+"""What a step costs: how long its phases take on the device, and how much memory it needs at its peak."""
+
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+
+class PhaseClock:
+    """Called with a phase's name when the phase begins. On CUDA the moments are events, so that nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._moments: list[tuple[str, torch.cuda.Event | float]] = []
+
+    def __call__(self, phase: str) -> None:
+        if self._cuda:
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+            self._moments.append((phase, moment))
+        else:
+            self._moments.append((phase, time.perf_counter()))
+
+    def milliseconds(self) -> dict[str, float]:
+        """Time per phase since the last call, of everything between the first moment and the last."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        found: dict[str, float] = {}
+        for (phase, start), (_, end) in zip(self._moments, self._moments[1:], strict=False):
+            if isinstance(start, float) or isinstance(end, float):
+                assert isinstance(start, float) and isinstance(end, float)
+                spent = (end - start) * 1e3
+            else:
+                spent = start.elapsed_time(end)
+            found[phase] = found.get(phase, 0.0) + spent
+        self._moments = []
+        return found
+
+
+def median_phases(steps: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+
+
+class Memory:
+    """Bytes of tensors on a CUDA device; on the CPU, where torch does not count, bytes of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated() if self._cuda else _status("VmRSS")
+
+    def forget_peak(self) -> None:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        elif (file := Path("/proc/self/clear_refs")).exists():
+            file.write_text("5")  # the high-water mark starts again at what is resident now
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self._cuda else _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0  # not Linux: unknown
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)

@@ -1,0 +1,244 @@
+"""`bench train`: whole training steps on random tokens, beside a plain compiled GPT-2 and Hugging Face's model.
+
+Contenders take turns within a round, so that whatever else the machine does hits them alike; the median round is reported.
+The first step, which compiles, is told apart.
+"""
+
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.progress import say
+
+GIB = 1 << 30
+
+
+def run(
+    *,
+    config: Path | None = None,
+    against: tuple[str, ...] = ("nanogpt", "hf"),
+    steps: int = 20,
+    rounds: int = 4,
+    batch_size: int | None = None,
+    seq_length: int | None = None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Training steps on random tokens: tokens/s, MFU, where the time goes, and peak memory.
+
+    Examples:
+
+      holdfast bench train
+      holdfast bench train --config configs/gpt2_345m.toml --batch-size 32 --steps 40
+      holdfast bench train --against --json
+
+    Args:
+        config: Configuration whose model and precision are measured. Unset: GPT-2 345M in bf16 on CUDA, a tiny GPT on the CPU.
+        against: Peers in the same run: nanogpt (a plain compiled GPT-2 of this package), hf (transformers, if installed).
+        steps: Measured steps of each contender.
+        rounds: The steps are taken in this many turns.
+        batch_size: Sequences per step, computed at once. Unset: the configuration's micro_batch_size.
+        seq_length: Tokens per sequence. Unset: the configuration's.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from holdfast.bench.contenders import PEERS
+    from holdfast.parallel.mesh import pick_device
+
+    unknown = sorted(set(against) - set(PEERS))
+    if unknown:
+        raise UsageError(f"there is no contender '{unknown[0]}'; there are: {', '.join(PEERS)}")
+    device = pick_device()
+    chosen = _prepare(config, device.type == "cuda", batch_size, seq_length)
+    torch.set_float32_matmul_precision("high")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and against:
+        say("several ranks: only holdfast is measured")
+        against = ()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        courses = _measure(chosen, device, against, max(1, rounds), max(1, steps // max(1, rounds)))
+    finally:
+        dist.destroy_process_group()
+    return _tables(chosen, device, courses, world)
+
+
+def _prepare(path: Path | None, cuda: bool, batch_size: int | None, seq_length: int | None) -> Config:
+    """The configuration to measure: complete, one device's worth, nothing read from files."""
+    if path is not None:
+        config = read_config(path)
+    elif cuda:
+        config = Config(
+            model=ModelConfig(
+                num_layers=24, hidden_size=1024, num_attention_heads=16, vocab_size=50257, openai_gelu=True
+            ),
+            data=DataConfig(seq_length=1024),
+            train=TrainConfig(micro_batch_size=32, bf16=True),
+            optimizer=OptimizerConfig(weight_decay=0.1, adam_beta2=0.95),
+        )
+    else:
+        config = Config(
+            model=ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=4096, openai_gelu=True),
+            data=DataConfig(seq_length=256),
+            train=TrainConfig(micro_batch_size=4),
+        )
+    if config.model.model_type != "gpt":
+        raise HoldfastError("bench train measures GPT models")
+    size = batch_size or config.train.micro_batch_size
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    model = replace(
+        config.model, vocab_size=config.model.vocab_size or 50257, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    if seq_length is not None and (config.model.max_position_embeddings or seq_length) < seq_length:
+        model = replace(model, max_position_embeddings=seq_length)
+    data = replace(config.data, seq_length=seq_length or config.data.seq_length)
+    train = replace(config.train, micro_batch_size=size, global_batch_size=size * world, rampup_batch_size=())
+    return replace(config, model=model, data=data, train=train)
+
+
+@dataclass
+class _Course:
+    """One contender's measurements."""
+
+    contender: Any
+    first_step_s: float
+    resident: int
+    seconds_per_step: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
+    peak: int = 0
+    loss: float = 0.0
+
+
+def _measure(config: Config, device: Any, against: tuple[str, ...], rounds: int, steps: int) -> list[_Course]:
+    from holdfast.bench.contenders import PEERS, Holdfast, random_batch
+    from holdfast.parallel.layout import layout_of
+    from holdfast.parallel.mesh import build_grid
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    grid = build_grid(layout_of(config.parallel, world), device)
+    batches = [random_batch(config, device, seed + 1000 * grid.data_rank) for seed in range(8)]
+    makers: list[tuple[str, Any]] = [("holdfast", lambda: Holdfast(config, grid))]
+    for name in against:
+        if name == "hf" and importlib.util.find_spec("transformers") is None:
+            say("hf is left out: transformers is not installed")
+            continue
+        makers.append((name, lambda name=name: PEERS[name](config, device)))
+    courses = []
+    for name, make in makers:
+        say(f"{name}: building, first steps")
+        courses.append(_start(make, batches, device))
+    for number in range(rounds):
+        for course in courses:
+            _turn(course, batches, device, steps)
+        say(f"round {number + 1} of {rounds} done")
+    return courses
+
+
+def _start(make: Any, batches: list[Any], device: Any) -> _Course:
+    """Builds a contender and takes the steps that nobody counts."""
+    from holdfast.bench.phases import Memory
+
+    memory = Memory(device)
+    before = memory.now()
+    contender = make()
+    start = time.perf_counter()
+    contender.step(batches[0], _nothing)
+    _wait(device)
+    first = time.perf_counter() - start
+    for batch in batches[1:3]:
+        contender.step(batch, _nothing)
+    _wait(device)
+    return _Course(contender, first, memory.now() - before)
+
+
+def _turn(course: _Course, batches: list[Any], device: Any, steps: int) -> None:
+    """A contender's share of a round: steps timed as a whole, then one taken apart into phases."""
+    from holdfast.bench.phases import Memory, PhaseClock
+
+    memory = Memory(device)
+    others = memory.now() - course.resident
+    memory.forget_peak()
+    course.contender.step(batches[-1], _nothing)  # whoever took a turn before left other things in the caches
+    _wait(device)
+    start = time.perf_counter()
+    for number in range(steps):
+        loss = course.contender.step(batches[number % len(batches)], _nothing)
+    _wait(device)
+    course.seconds_per_step.append((time.perf_counter() - start) / steps)
+    course.loss = float(loss)
+    course.peak = max(course.peak, memory.peak() - others)
+    clock = PhaseClock(device)
+    course.contender.step(batches[0], clock)
+    course.phases.append(clock.milliseconds())
+
+
+def _nothing(_: str) -> None: ...
+
+
+def _wait(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _tables(config: Config, device: Any, courses: list[_Course], world: int) -> dict[str, list[dict[str, Any]]]:
+    import torch
+
+    from holdfast.bench.phases import median_phases
+    from holdfast.models.flops import flops_per_token, peak_flops
+    from holdfast.parallel.layout import padded_vocab_size
+
+    assert config.model.vocab_size is not None
+    padded = padded_vocab_size(config.model.vocab_size, config.model, config.parallel.tensor_model_parallel_size)
+    flops = flops_per_token(config.model, config.data.seq_length, padded)
+    tokens = (config.train.global_batch_size or 0) * config.data.seq_length // _model_ranks(config)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak = peak_flops(name)
+    speeds, splits = [], []
+    own = statistics.median(courses[0].seconds_per_step)
+    for course in courses:
+        seconds = statistics.median(course.seconds_per_step)
+        rate = tokens / seconds
+        speeds.append(
+            {
+                "contender": course.contender.name,
+                "tokens/s": round(rate),
+                "holdfast is": f"{seconds / own:.3f} ×",
+                "TFLOP/s per rank": round(rate * flops / world / 1e12, 3),
+                "MFU": f"{rate * flops / world / peak:.1%}" if peak else "unknown",
+                "step ms": round(seconds * 1e3, 2),
+                "fastest to slowest round": f"{min(course.seconds_per_step) * 1e3:.2f}–{max(course.seconds_per_step) * 1e3:.2f}",
+                "peak GiB": round(course.peak / GIB, 2),
+                "first step s": round(course.first_step_s, 2),
+                "loss": round(course.loss, 3),
+            }
+        )
+        phases = {f"{phase} ms": round(spent, 2) for phase, spent in median_phases(course.phases).items()}
+        splits.append({"contender": course.contender.name, **phases})
+    precision = "bf16" if config.train.bf16 else "fp16" if config.train.fp16 else "fp32"
+    shape = f"{config.model.num_layers} layers × {config.model.hidden_size}, vocabulary {padded}, {precision}"
+    batch = f"batch {config.train.global_batch_size} × {config.data.seq_length}"
+    title = f"training {shape}, {batch}, on {world} × {name}, torch {torch.__version__}"
+    return {title: speeds, "where a step's time goes (on the device)": splits}
+
+
+def _model_ranks(config: Config) -> int:
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+
+
+if __name__ == "__main__":
+    from holdfast.bench.command import bench
+
+    bench(["train", *sys.argv[1:]])
