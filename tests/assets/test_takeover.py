@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,7 @@ class Ranks:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
+            start_new_session=True,
         )
 
     def finish(self, count: int) -> list[dict]:
@@ -46,6 +49,21 @@ class Ranks:
         self.process.wait(PATIENCE)
         self.process.stdout.close()
         return answers
+
+
+@pytest.fixture
+def start_ranks() -> Iterator[Callable[..., Ranks]]:
+    started: list[Ranks] = []
+
+    def start(*arguments, **environment: str) -> Ranks:
+        started.append(Ranks(*arguments, **environment))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.process.pid, signal.SIGKILL)
+        ranks.process.wait()
 
 
 class Watcher:
@@ -94,12 +112,14 @@ def part_size(folder: Path, lease: Lease) -> int:
 
 @pytest.mark.parametrize("mode", ["reap", "zombie"])
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 23))])
-def test_holders_killed_at_random_instants_are_succeeded_at_once(server: Server, cache: Path, mode: str, seed: int):
+def test_holders_killed_at_random_instants_are_succeeded_at_once(
+    server: Server, cache: Path, start_ranks, mode: str, seed: int
+):
     url = server.put("/vocab.json", CONTENT, block=16_384, block_delay=0.005)
     folder, chance = entry_of(cache, url).folder, random.Random(seed)
     watcher = Watcher(cache, len(CONTENT))
     # A lease that never ends: only proof of death helps.
-    ranks = Ranks(url, 12, mode, HOLDFAST_LEASE_SECONDS="1e9")
+    ranks = start_ranks(url, 12, mode, HOLDFAST_LEASE_SECONDS="1e9")
     tokens: set[str] = set()
     size = 0
     growths = [0, *(chance.randrange(1, 600_000) for _ in range(3))]
@@ -127,11 +147,11 @@ def test_holders_killed_at_random_instants_are_succeeded_at_once(server: Server,
     assert sum(one.sent for one in server.gets("/vocab.json")) <= len(CONTENT) + 4 * (1 << 19)
 
 
-def test_a_stopped_holder_is_succeeded_after_the_lease_and_may_wake_up_later(server: Server, cache: Path):
+def test_a_stopped_holder_is_succeeded_after_the_lease_and_may_wake_up_later(server: Server, cache: Path, start_ranks):
     url = server.put("/vocab.json", CONTENT, block=16_384, block_delay=0.005)
     folder = entry_of(cache, url).folder
     watcher = Watcher(cache, len(CONTENT))
-    ranks = Ranks(url, 3, HOLDFAST_LEASE_SECONDS="1")
+    ranks = start_ranks(url, 3, HOLDFAST_LEASE_SECONDS="1")
     sleeper = wait_for(
         lambda: (lease := newest_lease(folder)) and part_size(folder, lease) > 100_000 and lease, "some bytes"
     )
@@ -150,11 +170,13 @@ def test_a_stopped_holder_is_succeeded_after_the_lease_and_may_wake_up_later(ser
     assert sha256(Path(answers[0]["path"]).read_bytes()) == sha256(CONTENT)
 
 
-def test_a_stopped_holder_that_wakes_up_while_its_successor_downloads_steps_back(server: Server, cache: Path):
+def test_a_stopped_holder_that_wakes_up_while_its_successor_downloads_steps_back(
+    server: Server, cache: Path, start_ranks
+):
     url = server.put("/vocab.json", CONTENT, block=16_384, block_delay=0.01)
     folder = entry_of(cache, url).folder
     watcher = Watcher(cache, len(CONTENT))
-    ranks = Ranks(url, 2, HOLDFAST_LEASE_SECONDS="0.5")
+    ranks = start_ranks(url, 2, HOLDFAST_LEASE_SECONDS="0.5")
     sleeper = wait_for(
         lambda: (lease := newest_lease(folder)) and part_size(folder, lease) > 50_000 and lease, "some bytes"
     )
@@ -252,10 +274,10 @@ def test_a_waiter_that_gives_up_names_the_holder(server: Server, cache: Path):
     assert fetch(url, timeout=PATIENCE).read_bytes() == CONTENT
 
 
-def test_those_who_waited_share_the_failure_and_do_not_repeat_it(server: Server, cache: Path):
+def test_those_who_waited_share_the_failure_and_do_not_repeat_it(server: Server, cache: Path, start_ranks):
     url = server.put("/vocab.json", b"")
     server.pages["/vocab.json"].script = [lambda handler, page: (time.sleep(2), handler.answer(404))[1]] * 20
-    answers = Ranks(url, 8).finish(8)
+    answers = start_ranks(url, 8).finish(8)
     assert all("404" in answer["error"] for answer in answers)
     assert len(server.gets("/vocab.json")) <= 4
 
