@@ -47,7 +47,7 @@ class Splitter:
 
     def split(self, text: str) -> list[str]:
         pieces = [stripped for piece in self._segment(self._language, text) if (stripped := piece.strip())]
-        return _with_newlines(text, pieces) if self._keep_newlines else pieces
+        return _with_newlines(text, pieces) if self._keep_newlines and pieces else pieces
 
 
 def _with_newlines(text: str, pieces: list[str]) -> list[str]:

@@ -32,7 +32,8 @@ class Tokenizer:
 
     @property
     def is_reference(self) -> bool:
-        return not isinstance(self._engine, FastEngine)
+        """Whether the ids come from the library that defines them, and need no cross-check."""
+        return isinstance(self._engine, (ReferenceEngine, SentencePieceEngine, TiktokenEngine))
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._engine.encode_batch([text])[0].tolist()
@@ -57,9 +58,22 @@ def choose_engine(recipe: Recipe, choice: EngineChoice) -> Engine:
     if choice == "reference":
         return ReferenceEngine(recipe)
     try:
-        return FastEngine(recipe)
+        return fast_engine(recipe)
     except (ValueError, ImportError):
         # It has no such model, normalizer or pre-tokenizer, or no wheel for this machine.
         if choice == "fast":
             raise
         return ReferenceEngine(recipe)
+
+
+def fast_engine(recipe: Recipe) -> Engine:
+    """The fast engine for a tokenizer.json; ValueError where there is none."""
+    # The word stands in every BERT definition; only those that have it are worth parsing.
+    if '"BertPreTokenizer"' in recipe.definition:
+        import orjson
+
+        from holdfast.tokenizers.wordpiece import FastBertEngine, is_bert
+
+        if is_bert(orjson.loads(recipe.definition)):
+            return FastBertEngine(recipe)
+    return FastEngine(recipe)

@@ -1,7 +1,7 @@
 """Training a tokenizer on the user's own text, with the tokenizers library, in the formats that everyone reads.
 
-Byte-level BPE gives GPT-2's vocab.json and merges.txt, WordPiece gives BERT's vocab.txt. The same texts in the same order give
-the same files.
+Byte-level BPE gives GPT-2's vocab.json and merges.txt; the same texts give the same files. WordPiece gives BERT's vocab.txt;
+there the library orders equally frequent pieces differently from run to run.
 """
 
 from collections.abc import Iterable, Iterator
