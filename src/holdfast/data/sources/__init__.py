@@ -20,6 +20,7 @@ SOURCES = {
     "jsonl": "holdfast.data.sources.jsonl",
     "parquet": "holdfast.data.sources.parquet",
     "text": "holdfast.data.sources.text",
+    "wikipedia": "holdfast.data.sources.wikipedia",
 }
 
 

@@ -41,7 +41,7 @@ def _expand(name: str) -> list[str]:
         found = sorted(str(path) for path in Path(name).rglob("*") if path.is_file() and _is_input(path.name))
         if not found:
             raise HoldfastError(
-                f"the folder {name} holds no input (.jsonl, .json, .txt, .parquet, plain or compressed)"
+                f"the folder {name} holds no input (.jsonl, .json, .txt, .xml, .parquet, plain or compressed)"
             )
         return found
     if os.path.exists(name):
@@ -57,7 +57,7 @@ def _is_input(name: str) -> bool:
     for suffix in COMPRESSION_SUFFIXES:
         bare = bare.removesuffix(suffix)
     hidden = name.startswith(".") or name.endswith(".bad.jsonl")
-    return not hidden and bare.endswith((*LINE_SUFFIXES, ".txt", ".parquet"))
+    return not hidden and bare.endswith((*LINE_SUFFIXES, ".txt", ".xml", ".parquet"))
 
 
 def _classify(number: int, path: str) -> InputFile:
@@ -77,6 +77,8 @@ def _classify(number: int, path: str) -> InputFile:
         source = "parquet"
     elif bare.endswith(".txt"):
         source = "text"
+    elif bare.endswith(".xml"):
+        source = "wikipedia"
     else:
         source = "jsonl"
     return InputFile(number, path, source, compression, size)
