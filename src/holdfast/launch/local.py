@@ -4,13 +4,12 @@ One supervisor per node. When a rank dies the others are ended at once (their st
 up to `max_restarts` times. A mistake of the user's, found by a rank, is not tried again.
 """
 
-import json
+import hashlib
 import logging
 import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,8 @@ class Supervisor(LocalElasticAgent):
         )
         say(f"rank {rank} failed: {cause}" + (f"; {again}" if again else ""))
         if self._events:
-            self._events.event("failure", rank=rank, cause=cause, exit_code=failure.exitcode, detected=time.time())
+            # the keeper notes deaths too, with where each rank stood; how a process ended only its parent knows
+            self._events.event("failure", kind="exit", rank=rank, cause=cause, exit_code=failure.exitcode)
 
 
 def describe_failure(failure: ProcessFailure) -> str:
@@ -115,12 +115,12 @@ def _spec(config: Config, resolved: Path) -> WorkerSpec:
     static = parallel.nnodes > 1
     endpoint = parallel.rdzv_endpoint or "127.0.0.1:0"
     host, _, port = endpoint.rpartition(":")
-    run_id = config.train.save or "holdfast"
+    run_id = hashlib.blake2b((config.train.save or "").encode(), digest_size=6).hexdigest()
     options: dict[str, Any] = {"rank": parallel.node_rank, "timeout": 900} if static else {}
     parameters = RendezvousParameters(
         backend="static" if static else "c10d",
         endpoint=endpoint,
-        run_id=json.dumps(run_id),
+        run_id=run_id,
         min_nodes=parallel.nnodes,
         max_nodes=parallel.nnodes,
         **options,

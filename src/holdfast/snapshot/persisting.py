@@ -184,7 +184,7 @@ def _manifest(step: int, entries: list[dict[str, Any]], facts: dict[str, Any], h
         tensors=dict(sorted(tensors.items())),
         files=[ShardFile(**entry["file"]) for entry in entries if entry["file"]],
         layout=facts["layout"],
-        shared={"extra": extra},
+        shared={**facts["shared"], "extra": extra},
         per_rank=[_per_rank(smalls[rank], extra) if rank in smalls else {} for rank in range(facts["world"])],
         optimizer_settings=merge_settings([smalls[rank]["optimizer"] for rank in sorted(smalls)]),
         padded_rows=facts["padded_rows"],

@@ -65,6 +65,7 @@ class Snapshots:
         replica_group: dist.ProcessGroup | None = None,
         padded_rows: Mapping[str, int] | None = None,
         layout: Mapping[str, Any] | None = None,
+        shared: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         hang_seconds: float = 600.0,
@@ -80,6 +81,7 @@ class Snapshots:
         """How long the training waited for snapshots since the last `take` began: metrics call it snapshot_stall_ms."""
         self.skipped = 0
         self._interval, self._layout_note = max(1, interval), dict(layout or {})
+        self._shared = dict(shared or {})
         self._retention = (keep_last, keep_every)
         self._settings = {
             "hang_seconds": hang_seconds,
@@ -270,6 +272,7 @@ class Snapshots:
             "optimizer": self.state.optimizer_settings(),
             "padded_rows": self.state.padded_rows,
             "layout": self._layout_note,
+            "shared": self._shared,
             "world": self.team.world,
             "here": self.team.here,
             **self._holder.plan,

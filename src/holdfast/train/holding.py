@@ -1,22 +1,27 @@
-"""The run's hold on its state: where it resumes from, when it is saved, what the events file says about it."""
+"""The run's hold on its state: where it resumes from, when it is snapshot and saved, when it is asked to stop.
 
-import time
+A run with a folder has memory snapshots under it (package `snapshot`), and everything on disk is written from them. A run without
+a folder keeps nothing.
+"""
+
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from holdfast import checkpoint
 from holdfast.config import Config
 from holdfast.errors import HoldfastError
-from holdfast.journal import Journal
 from holdfast.models.initial import VOCABULARY_ROWS
 from holdfast.parallel.mesh import Grid
 from holdfast.progress import say
+from holdfast.snapshot import Snapshots
 from holdfast.train.optim import LossScale
+
+# With snapshot_interval 0 only saves copy the state.
+NEVER = 1 << 60
 
 
 @dataclass
@@ -34,9 +39,16 @@ class Progress:
         self.consumed_tokens += tokens
         self.skipped += skipped
 
+    def state_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        for key, value in state.items():
+            setattr(self, key, value)
+
 
 class Holding:
-    """Restores, commits, snapshots and saves the state of this rank's share of the run."""
+    """Restores, commits, snapshots and saves this rank's share of the run."""
 
     def __init__(
         self,
@@ -48,79 +60,79 @@ class Holding:
         loss_scale: LossScale | None,
     ) -> None:
         self._config, self._grid, self._parts, self._optimizer = config, grid, parts, optimizer
-        self._progress, self._loss_scale = progress, loss_scale
+        self._progress = progress
+        self._extra: dict[str, Any] = {"progress": progress, **({"loss_scale": loss_scale} if loss_scale else {})}
+        self._padded_rows = dict.fromkeys(VOCABULARY_ROWS, config.model.vocab_size or 0)
         self.folder = Path(config.train.save) if config.train.save else None
-        self._events = Journal(self.folder / "events.jsonl") if self.folder and grid.rank == 0 else None
+        self._snapshots = self._begin_snapshots(self.folder) if self.folder else None
+
+    def _begin_snapshots(self, folder: Path) -> Snapshots:
+        config, options = self._config, self._config.snapshot
+        return Snapshots(
+            folder.resolve().name,
+            self._parts,
+            self._optimizer,
+            self._extra,
+            folder,
+            interval=options.snapshot_interval or NEVER,
+            mode=options.snapshot_mode,
+            memory=options.snapshot_dir,
+            replica_group=self._grid.group("replica"),
+            padded_rows=self._padded_rows,
+            layout={"words": self._grid.layout.words(), **asdict(self._grid.layout)},
+            shared={"config": asdict(config), "true_vocab_size": config.model.vocab_size},
+            keep_last=config.train.keep_last,
+            keep_every=config.train.keep_every,
+            hang_seconds=options.hang_timeout or 600.0,
+            kill_hung=options.hang_timeout > 0,
+        )
 
     def restore(self) -> None:
-        """Continues from the run's own newest state, else from --load, else starts afresh."""
-        start = time.perf_counter()
-        train = self._config.train
-        source = None
-        if self.folder and checkpoint.newest(self.folder):
-            source, weights_only = self.folder, False
-        elif train.load:
-            source, weights_only = Path(train.load), train.finetune
-        if source is None:
-            self._event("started", world=self._grid.layout.world)
+        """Continues from the run's own newest state, in memory or on disk, else from --load, else starts afresh."""
+        if self._snapshots is not None and self._snapshots.restore() > 0:
             return
-        state = self._state()
-        found = checkpoint.load_newest(source, state, optimizer=not train.no_load_optim, weights_only=weights_only)
+        train = self._config.train
+        if not train.load:
+            return
+        state = checkpoint.State(
+            self._parts, self._optimizer, replica_group=self._grid.group("replica"), padded_rows=self._padded_rows
+        )
+        found = checkpoint.load_newest(
+            train.load, state, optimizer=not train.no_load_optim and not train.finetune, weights_only=train.finetune
+        )
         if found is None:
-            raise HoldfastError(f"there is no checkpoint in {source}; give a run folder, or a step folder of one")
+            raise HoldfastError(f"there is no checkpoint in {train.load}; give a run folder, or a step folder of one")
         path, shared = found
-        if not weights_only:
-            self._take_over(shared)
-        seconds = time.perf_counter() - start
-        say(f"resumed from {path} at step {self._progress.step} in {seconds:.2f} s")
-        self._event("resumed", source="disk", step=self._progress.step, steps_lost=0, seconds=seconds)
+        if not train.finetune:
+            for name, part in self._extra.items():
+                if name in shared.get("extra", {}):
+                    part.load_state_dict(shared["extra"][name])
+        say(f"loaded {path}" + ("; starting at step 0 with its weights" if train.finetune else ""))
 
-    def commit(self) -> None: ...
+    def commit(self) -> float:
+        """Waits until the last snapshot is whole; the milliseconds that snapshots cost since the commit before."""
+        if self._snapshots is None:
+            return 0.0
+        self._snapshots.commit()
+        return self._snapshots.stall_seconds * 1e3
 
-    def take(self) -> float:
-        return 0.0
+    def take(self) -> bool:
+        """Begins the snapshot of the step just done; whether all ranks have agreed to stop after it."""
+        if self._snapshots is None:
+            return False
+        self._snapshots.take(self._progress.step)
+        return self._snapshots.stop_requested()
 
     def save(self) -> None:
-        """Writes the state to disk; afterwards `latest` names it."""
-        if self.folder is None:
-            return
-        train, start = self._config.train, time.perf_counter()
-        path = checkpoint.save(
-            self.folder / "checkpoints",
-            self._progress.step,
-            self._state(),
-            keep_last=train.keep_last,
-            keep_every=train.keep_every,
-        )
-        seconds = time.perf_counter() - start
-        say(f"saved {path} in {seconds:.2f} s")
-        self._event("persisted", step=self._progress.step, path=str(path), seconds=seconds)
+        """Has the step just done written to disk, from memory, while training goes on."""
+        if self._snapshots is not None:
+            self._snapshots.save(self._progress.step)
 
-    def close(self, finished: bool, persisted_early: bool) -> None:
-        if finished:
-            self._event("finished", step=self._progress.step)
+    def report_nan(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.report_nan()
 
-    def _event(self, name: str, **details: Any) -> None:
-        if self._events:
-            self._events.event(name, **details)
-
-    def _state(self) -> checkpoint.State:
-        shared = {
-            **asdict(self._progress),
-            "loss_scale": self._loss_scale.state() if self._loss_scale else None,
-            "config": asdict(self._config),
-            "true_vocab_size": self._config.model.vocab_size,
-        }
-        rows = dict.fromkeys(VOCABULARY_ROWS, self._config.model.vocab_size or 0)
-        return checkpoint.State(
-            self._parts, self._optimizer, shared=shared, replica_group=self._replicas(), padded_rows=rows
-        )
-
-    def _replicas(self) -> dist.ProcessGroup:
-        return self._grid.group("replica")
-
-    def _take_over(self, shared: dict[str, Any]) -> None:
-        for key in asdict(self._progress):
-            setattr(self._progress, key, shared[key])
-        if self._loss_scale and shared.get("loss_scale"):
-            self._loss_scale.restore(shared["loss_scale"])
+    def close(self) -> None:
+        """What was asked to be saved is on disk afterwards."""
+        if self._snapshots is not None:
+            self._snapshots.close()

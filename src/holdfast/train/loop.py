@@ -26,7 +26,6 @@ from holdfast.train.holding import Holding, Progress
 from holdfast.train.metrics import Iteration, Reporter
 from holdfast.train.optim import Arriving, GradientNorm, build_loss_scale, build_optimizer, clip_and_step
 from holdfast.train.schedule import Batches, batches_of, schedule_of
-from holdfast.train.signals import StopRequests
 from holdfast.train.step import Passes
 
 
@@ -57,7 +56,6 @@ class _Run:
         self.schedule = schedule_of(config, self.batches)
         self.iterations = self.batches.iterations(config.train.train_iters)
         self.progress = Progress()
-        self.stop = StopRequests(config.train.save)
         self.holding = Holding(config, grid, self.parts, self.optimizer, self.progress, self.loss_scale)
         self.pending: Iteration | None = None
         self.stop_agreed = False
@@ -83,17 +81,14 @@ class _Run:
             if config.train.eval_interval and progress.step % config.train.eval_interval == 0:
                 self.evaluate()
             if config.train.save_interval and progress.step % config.train.save_interval == 0:
-                self.report_pending()
                 self.holding.save()
                 saved = progress.step
-                self.reporter.restart_clock()
         self.report_pending()
-        if saved != progress.step or self.stop_agreed:
+        if saved != progress.step:
             self.holding.save()
-        finished = progress.step >= self.iterations
-        self.holding.close(finished, persisted_early=self.stop_agreed and not finished)
+        self.holding.close()
         self.reporter.close()
-        return Outcome(progress.step, finished)
+        return Outcome(progress.step, progress.step >= self.iterations)
 
     def one_step(self) -> None:
         """One batch, one gradient, one change of the weights (or none, if the gradient is not finite)."""
@@ -105,9 +100,8 @@ class _Run:
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.passes.gradients(batch, scale)
-        wants_stop = torch.full((), float(self.stop.requested()), device=self.grid.device)
-        self.holding.commit()  # the last snapshot is whole before this exchange: it is the commit barrier
-        sums = self.norm.reduce(loss, wants_stop)
+        stall = self.holding.commit()  # the last snapshot is whole before this exchange: it is the commit barrier
+        sums = self.norm.reduce(loss)
         sums[0] /= scale
         arriving = Arriving(sums)
         self.update_weights(sums[0], scale, lr)
@@ -116,6 +110,8 @@ class _Run:
         overflow = not math.isfinite(sums[0])
         if self.loss_scale:
             self.loss_scale.update(overflow)
+        elif overflow:  # with fp16 an overflow is the scale's business
+            self.holding.report_nan()
         progress.advance(size, size * self.config.data.seq_length, overflow)
         self.pending = Iteration(
             progress.step,
@@ -124,9 +120,10 @@ class _Run:
             progress.consumed_samples,
             progress.consumed_tokens,
             sums,
-            self.holding.take(),
+            stall,
             scale if self.loss_scale else None,
         )
+        self.stop_agreed = self.holding.take()
 
     def update_weights(self, norm: Tensor, scale: float, lr: float) -> None:
         """Clips and steps, or leaves everything as it is because the gradient is not finite."""
@@ -158,7 +155,6 @@ class _Run:
     def report_pending(self) -> None:
         if self.pending is None:
             return
-        self.stop_agreed = self.stop_agreed or float(self.pending.sums[2]) > 0
         self.reporter.report(self.pending, self.progress.skipped)
         self.pending = None
 

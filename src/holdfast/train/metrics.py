@@ -28,7 +28,7 @@ class Iteration:
     consumed_samples: int
     consumed_tokens: int
     sums: Tensor
-    """[gradient norm, loss, ranks that ask to stop, right predictions, ...]"""
+    """[gradient norm, loss, ...]"""
     snapshot_stall_ms: float
     loss_scale: float | None
     extra: dict[str, float] = field(default_factory=dict)

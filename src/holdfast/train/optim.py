@@ -62,10 +62,10 @@ class LossScale:
             self.good_steps, self.overflows_left = 0, self.hysteresis
             self.scale *= 2
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale, self.good_steps = state["scale"], state["good_steps"]
         self.overflows_left = state["overflows_left"]
 
