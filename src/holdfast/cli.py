@@ -12,19 +12,19 @@ from typing import Any
 from holdfast.errors import HoldfastError, UsageError
 
 VERBS: dict[str, tuple[str, str]] = {
+    "demo": ("holdfast.demo.command:demo_command", "the whole path on this machine, with a rank killed on the way"),
     "fetch": ("holdfast.assets.command:fetch", "bring files into the cache exactly once, however many processes ask"),
     "fetch-storm": ("holdfast.assets.command:fetch_storm", "make many ranks fetch at once, and count the downloads"),
     "tokenizer train": ("holdfast.data.command:train_tokenizer", "learn a tokenizer from your own text"),
     "preprocess": ("holdfast.data.command:preprocess", "text to a Megatron dataset (.bin/.idx)"),
+    "merge": ("holdfast.data.command:merge", "join several .bin/.idx datasets into one"),
+    "inspect": ("holdfast.inspection:inspect", "say what a file or folder is, and whether it is sound"),
     "train": ("holdfast.train.command:train_command", "pretrain GPT or BERT, any TP × PP × DP, and hold on to the run"),
+    "convert": ("holdfast.conversion.command:convert", "Megatron ↔ Hugging Face ↔ Holdfast, exact, any layout"),
     "generate": (
         "holdfast.generation.command:generate_command",
         "text from a run, a checkpoint or a Hugging Face folder",
     ),
-    "convert": ("holdfast.conversion.command:convert", "Megatron ↔ Hugging Face ↔ Holdfast, exact, any layout"),
-    "bench": ("holdfast.bench.command:bench", "measure a part beside what you would use instead"),
-    "merge": ("holdfast.data.command:merge", "join several .bin/.idx datasets into one"),
-    "inspect": ("holdfast.inspection:inspect", "say what a file or folder is, and whether it is sound"),
     "launch slurm": ("holdfast.launch.command:launch_slurm", "submit a Slurm job that comes back by itself"),
     "launch kubernetes": ("holdfast.launch.command:launch_kubernetes", "render or apply a Kubernetes job"),
     "launch dask": ("holdfast.launch.command:launch_dask", "preprocess on the workers of a Dask cluster"),
@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch stop": ("holdfast.launch.command:launch_stop", "end a run's jobs; training persists first"),
     "launch resume": ("holdfast.launch.command:launch_resume", "submit a stopped run again"),
     "doctor": ("holdfast.launch.command:doctor", "check what a job will meet on this machine"),
+    "bench": ("holdfast.bench.command:bench", "measure a part beside what you would use instead"),
 }
 
 

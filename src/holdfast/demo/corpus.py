@@ -1,0 +1,30 @@
+"""The demo's text: the Python standard library's own sources, found on this machine. Nothing is bundled or fetched."""
+
+import sysconfig
+from pathlib import Path
+
+import orjson
+
+from holdfast.errors import HoldfastError
+from holdfast.publish import publish_file
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+
+
+def collect_standard_library(path: Path) -> tuple[int, int]:
+    """Writes one JSON line per module; returns how many files and bytes of text."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(file for file in root.rglob("*.py") if not LEFT_OUT & set(file.relative_to(root).parts))
+    count = size = 0
+    with publish_file(path) as temporary, temporary.open("wb") as out:
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if text.strip():
+                out.write(orjson.dumps({"text": text, "path": str(file.relative_to(root))}) + b"\n")
+                count, size = count + 1, size + len(text.encode())
+    if not count:
+        raise HoldfastError(f"found no Python sources below {root}; the demo trains on the standard library's own text")
+    return count, size

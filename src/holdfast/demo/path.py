@@ -1,0 +1,140 @@
+"""The acts of the demo, each the real verb on real files."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.demo.corpus import collect_standard_library
+from holdfast.errors import HoldfastError
+from holdfast.journal import read_journal
+from holdfast.progress import progress, say
+
+VOCABULARY = 4096
+STEPS = 160
+EVALUATE_EVERY = 20
+KILL_AT = 90
+TRAINING = {
+    "num-layers": 3, "hidden-size": 128, "num-attention-heads": 4, "seq-length": 96, "split": "90,10,0",
+    "train-iters": STEPS, "micro-batch-size": 8, "global-batch-size": 16, "lr": 3e-3, "min-lr": 3e-4,
+    "lr-warmup-iters": 10, "weight-decay": 0.1, "adam-beta2": 0.95, "eval-interval": EVALUATE_EVERY, "eval-iters": 4,
+    "nproc-per-node": 2, "log-interval": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training run of the demo left behind."""
+
+    folder: Path
+    seconds: float
+    first_loss: float
+    last_loss: float
+    resumed: dict[str, Any] | None
+    killed_at: int | None
+
+
+def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Text, tokenizer, dataset. Returns the tokenizer's folder, the dataset's prefix and the numbers."""
+    from holdfast.data.preprocess import preprocess
+    from holdfast.tokenizers.training import train_tokenizer
+
+    corpus, tokenizer = work / "corpus.jsonl", work / "tokenizer"
+    files, size = collect_standard_library(corpus)
+    say(f"1. text         {files:,} files of the Python standard library, {size / 1e6:.1f} MB")
+    start = time.perf_counter()
+    train_tokenizer(_texts(corpus), tokenizer, VOCABULARY)
+    say(f"2. tokenizer    {VOCABULARY:,} tokens learnt in {time.perf_counter() - start:.1f} s")
+    start = time.perf_counter()
+    summary = preprocess(
+        [corpus],
+        work / "stdlib",
+        vocab_file=tokenizer / "vocab.json",
+        merge_file=tokenizer / "merges.txt",
+        append_eod=True,
+        overwrite=True,
+    )
+    seconds = time.perf_counter() - start
+    say(f"3. dataset      {summary.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.0f} MB/s")
+    return tokenizer, work / "stdlib_text_document", {"documents": files, "bytes": size, "tokens": summary.tokens}
+
+
+def _texts(corpus: Path) -> Iterator[str]:
+    import orjson
+
+    with corpus.open("rb") as lines:
+        for line in lines:
+            yield orjson.loads(line)["text"]
+
+
+def train(work: Path, name: str, tokenizer: Path, prefix: Path, kill_at: int | None) -> Training:
+    """Trains with two ranks through the real command, and kills one of them with SIGKILL at a step if told so."""
+    folder = work / name
+    flags = [word for key, value in TRAINING.items() for word in (f"--{key}", str(value))]
+    files = ["--vocab-file", str(tokenizer / "vocab.json"), "--merge-file", str(tokenizer / "merges.txt")]
+    command = [sys.executable, "-m", "holdfast.cli", "train", *flags, *files]
+    command += ["--data-path", str(prefix), "--save", str(folder)]
+    start, killed, shown = time.perf_counter(), None, 0
+    log = (work / f"{name}.log").open("wb")
+    with log, subprocess.Popen(command, stderr=log, stdout=log) as process, progress(name, STEPS, "steps") as bar:
+        try:
+            while process.poll() is None:
+                records = list(read_journal(folder / "metrics.jsonl"))
+                step = records[-1]["iteration"] if records else 0
+                bar.advance(max(0, step - shown))
+                shown = max(shown, step)
+                if records:
+                    bar.note(f"loss {records[-1]['loss']:.3f}")
+                if kill_at is not None and killed is None and step >= kill_at:
+                    killed = kill_a_rank(process.pid, step)
+                time.sleep(0.05)
+        except BaseException:
+            process.terminate()
+            process.wait(60)
+            raise
+    if process.returncode:
+        raise HoldfastError(f"training ended with exit code {process.returncode}; see {work / f'{name}.log'}")
+    return _outcome(folder, time.perf_counter() - start, killed)
+
+
+def kill_a_rank(supervisor: int, step: int) -> int:
+    """SIGKILL to the youngest rank below a supervisor, as an out-of-memory killer or a failing GPU would end it."""
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    ranks = [int(child) for child in children if b"holdfast.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    os.kill(max(ranks), signal.SIGKILL)
+    say(f"                killed rank process {max(ranks)} with SIGKILL at step {step}")
+    return step
+
+
+def _outcome(folder: Path, seconds: float, killed: int | None) -> Training:
+    losses = [
+        record["validation_loss"] for record in read_journal(folder / "metrics.jsonl") if "validation_loss" in record
+    ]
+    resumed = [event for event in read_journal(folder / "events.jsonl") if event["event"] == "resumed"]
+    return Training(folder, seconds, losses[0], losses[-1], resumed[-1] if resumed else None, killed)
+
+
+def same_weights(left: Path, right: Path) -> bool:
+    """Whether two runs ended with the same weights and optimizer state, bit for bit."""
+    from holdfast.checkpoint import open_checkpoint
+
+    with open_checkpoint(left) as one, open_checkpoint(right) as other:
+        if set(one.tensors) != set(other.tensors):
+            return False
+        return all(one.tensor(name).tobytes() == other.tensor(name).tobytes() for name in one.tensors)
+
+
+def clear(work: Path) -> None:
+    """Removes what an earlier demo left in its folder, and nothing else."""
+    names = ("corpus.jsonl", "tokenizer", "undisturbed", "disturbed", "undisturbed.log", "disturbed.log", "huggingface")
+    for path in [*(work / name for name in names), *work.glob("stdlib*")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
