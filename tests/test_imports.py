@@ -1,0 +1,54 @@
+"""Imports point one way. Each package may see those named here, itself, and the shared mechanics; nothing else."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src" / "holdfast"
+MECHANICS = {"errors", "publish", "journal", "progress", "config"}
+BASIS = MECHANICS | {"assets", "tokenizers"}
+STATE = {"checkpoint", "snapshot"}
+MAY_SEE = {
+    "assets": MECHANICS,
+    "tokenizers": MECHANICS | {"assets"},
+    "data": BASIS,
+    "models": MECHANICS,
+    "parallel": MECHANICS | {"models"},
+    "checkpoint": MECHANICS,
+    "snapshot": MECHANICS | {"checkpoint"},
+    "train": BASIS | STATE | {"data", "models", "parallel", "launch"},
+    "conversion": BASIS | {"models", "checkpoint"},
+    "generation": BASIS | {"models", "conversion", "checkpoint"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of Holdfast that a file imports, at its top or inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "holdfast":
+                names = [f"holdfast.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("holdfast.")}
+    return found
+
+
+@pytest.mark.parametrize("package", MAY_SEE)
+def test_a_package_sees_only_what_lies_below_it(package):
+    files = [*(ROOT / package).rglob("*.py"), *([ROOT / f"{package}.py"] if (ROOT / f"{package}.py").exists() else [])]
+    assert files
+    for path in files:
+        if path.name == "command.py":
+            continue
+        stray = imported(path) - MAY_SEE[package] - {package}
+        assert not stray, f"{path.relative_to(ROOT)} imports {sorted(stray)}"
+
+
+def test_models_never_import_torch_distributed():
+    for path in (ROOT / "models").rglob("*.py"):
+        assert "torch.distributed" not in path.read_text(), path
