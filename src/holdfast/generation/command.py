@@ -11,7 +11,7 @@ from holdfast.errors import UsageError
 
 
 def generate_command(
-    model: Annotated[str, tyro.conf.Positional],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     *,
     prompt: tuple[str, ...] = (),
     prompt_file: Path | None = None,

@@ -1,0 +1,32 @@
+"""The demo, as `make demo` runs it, with fewer steps: every act happens and is proven."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+CODE = """
+import sys
+from holdfast.demo import path
+path.STEPS, path.KILL_AT = 24, 12
+path.TRAINING.update({"train-iters": 24, "eval-interval": 8, "num-layers": 2, "hidden-size": 64, "micro-batch-size": 2,
+                      "global-batch-size": 4})
+from holdfast.demo import command
+command.demo_command(workdir=__import__("pathlib").Path(sys.argv[1]))
+"""
+
+
+def test_the_demo_kills_a_rank_resumes_from_memory_and_generates(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path / "demo")], capture_output=True, text=True, timeout=550,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for said in ("killed rank process", "resumed from memory", "bit-identical", "validation loss", "what to try next"):
+        assert said in done.stderr, done.stderr
+    assert done.stdout.startswith("def main(")
+    folder = Path(tmp_path / "demo" / "huggingface")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder)) == 4096

@@ -1,0 +1,34 @@
+"""Every command in the README runs as it stands there, in order, on a small text."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+
+ROOT = Path(__file__).parents[1]
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_the_readmes_commands_run(tmp_path):
+    sources = sorted((ROOT / "src").rglob("*.py"))
+    lines = [orjson.dumps({"text": source.read_text()}) for source in sources]
+    (tmp_path / "corpus.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    verbs = set()
+    for command in commands():
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        verbs.add(command.split()[1])
+    assert verbs >= {"fetch", "tokenizer", "preprocess", "inspect", "train", "convert", "generate"}
+    assert (tmp_path / "first-megatron" / "latest_checkpointed_iteration.txt").exists()
