@@ -14,6 +14,7 @@ Tables = dict[str, list[dict[str, Any]]]
 """Title to rows; a row's keys are the columns."""
 
 BENCHES: dict[str, tuple[str, str]] = {
+    "preprocess": ("holdfast.bench.preprocess", "text to .bin/.idx, compressed input, merging, reading at random"),
     "fetch": (
         "holdfast.bench.fetch",
         "64 processes fetch at once; the cost of a cached fetch; what waiters cost the holder",

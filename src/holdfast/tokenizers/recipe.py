@@ -53,18 +53,19 @@ def read_recipe(
     special_tokens: bool = True,
 ) -> Recipe:
     if tokenizer_type == "GPT2BPETokenizer":
-        return _gpt2(
-            _needed(vocab_file, "--vocab-file", tokenizer_type), _needed(merge_file, "--merge-file", tokenizer_type)
-        )
+        vocabulary = needed_file(vocab_file, "--vocab-file", tokenizer_type)
+        # A catalog name stands for both files.
+        merges = vocab_file if merge_file is None and not Path(str(vocab_file)).exists() else merge_file
+        return _gpt2(vocabulary, needed_file(merges, "--merge-file", tokenizer_type))
     if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-        return _bert(_needed(vocab_file, "--vocab-file", tokenizer_type), tokenizer_type)
+        return _bert(needed_file(vocab_file, "--vocab-file", tokenizer_type), tokenizer_type)
     if tokenizer_type not in TYPES:
         import difflib
 
         near = difflib.get_close_matches(tokenizer_type, TYPES, n=1, cutoff=0.4)
         hint = f"; perhaps you meant {near[0]}" if near else ""
         raise UsageError(f"there is no tokenizer type '{tokenizer_type}'{hint} (known: {', '.join(TYPES)})")
-    model = _needed(tokenizer_model, "--tokenizer-model", tokenizer_type)
+    model = needed_file(tokenizer_model, "--tokenizer-model", tokenizer_type)
     if tokenizer_type == "HuggingFaceTokenizer":
         return _hugging_face(model, special_tokens)
     if tokenizer_type == "TikTokenizer":
@@ -78,12 +79,19 @@ def read_recipe(
     return _sentencepiece(model, tokenizer_type)
 
 
-def _needed(path: str | Path | None, flag: str, tokenizer_type: str) -> Path:
+def needed_file(path: str | Path | None, flag: str, tokenizer_type: str) -> Path:
+    """The file behind a flag: a path, or a name of the catalog or a URL that is fetched."""
     if path is None:
         raise UsageError(f"{tokenizer_type} needs {flag}")
     if Path(path).exists():
         return Path(path)
-    raise HoldfastError(f"{path} does not exist ({flag})")
+    from holdfast.assets.catalog import is_known, is_url
+
+    if not (is_url(str(path)) or is_known(str(path))):
+        raise HoldfastError(f"{path} does not exist ({flag})")
+    from holdfast.assets.fetching import resolve
+
+    return resolve(str(path), "merges" if flag == "--merge-file" else "vocab")
 
 
 def _read(path: Path) -> bytes:
