@@ -19,6 +19,7 @@ BENCHES: dict[str, tuple[str, str]] = {
         "holdfast.bench.fetch",
         "64 processes fetch at once; the cost of a cached fetch; what waiters cost the holder",
     ),
+    "generate": ("holdfast.bench.generate", "greedy texts at batch 1 and 8, beside Hugging Face's generate"),
     "train": (
         "holdfast.bench.train",
         "training steps on random tokens, beside a plain compiled GPT-2 and Hugging Face",

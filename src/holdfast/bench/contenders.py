@@ -150,28 +150,36 @@ def plain_gpt(config: Config, device: torch.device) -> Contender:
 
 
 def hugging_face(config: Config, device: torch.device) -> Contender:
-    """The model of `transformers` with the configuration's shape, without dropout and cache."""
+    with device:
+        return HuggingFace("hf", hugging_face_model(config), config, device)
+
+
+def hugging_face_model(config: Config) -> Any:
+    """The model of `transformers` with the configuration's shape, without dropout."""
     model, shape = config.model, Shape.of(config.model)
     positions = model.max_position_embeddings or config.data.seq_length
-    with device:
-        if _is_gpt2(config):
-            from transformers import GPT2Config, GPT2LMHeadModel
+    # ids that generation would stop at or start with do not matter here, but must lie within the vocabulary
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    if _is_gpt2(config):
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-            options = GPT2Config(
+        return GPT2LMHeadModel(
+            GPT2Config(
                 vocab_size=_padded(config), n_positions=positions, n_embd=model.hidden_size, n_layer=model.num_layers,
                 n_head=model.num_attention_heads, n_inner=shape.ffn, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-                activation_function="gelu_new" if model.openai_gelu else "gelu", use_cache=False,
-            )  # fmt: skip
-            return HuggingFace("hf", GPT2LMHeadModel(options), config, device)
-        from transformers import LlamaConfig, LlamaForCausalLM
+                activation_function="gelu_new" if model.openai_gelu else "gelu", use_cache=False, **special,
+            )
+        )  # fmt: skip
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-        llama = LlamaConfig(
+    return LlamaForCausalLM(
+        LlamaConfig(
             vocab_size=_padded(config), hidden_size=model.hidden_size, intermediate_size=shape.ffn,
             num_hidden_layers=model.num_layers, num_attention_heads=model.num_attention_heads,
             num_key_value_heads=shape.groups, max_position_embeddings=positions, head_dim=shape.head,
-            tie_word_embeddings=not model.untie_embeddings_and_output_weights, use_cache=False,
-        )  # fmt: skip
-        return HuggingFace("hf", LlamaForCausalLM(llama), config, device)
+            tie_word_embeddings=not model.untie_embeddings_and_output_weights, use_cache=False, **special,
+        )
+    )  # fmt: skip
 
 
 PEERS: dict[str, Callable[[Config, torch.device], Contender]] = {"nanogpt": plain_gpt, "hf": hugging_face}

@@ -1,6 +1,9 @@
-"""Keys and values of the tokens so far, in memory that is allocated once.
+"""Keys and values of the tokens so far, in memory that is allocated once and stays where it is.
 
-Shapes: B sequences, G query groups, S longest sequence, D head width.
+Each sequence has its own length: a prompt is written from position 0, a later token at the position of its sequence. What lies
+beyond a sequence's position is left over from padding and must be masked.
+
+Shapes: B sequences, G query groups, S longest sequence, D head width, T tokens.
 """
 
 import torch
@@ -9,28 +12,40 @@ from torch import Tensor
 from holdfast.config import ModelConfig
 from holdfast.models.layers import Shape
 
+# Attention kernels want masks whose rows are aligned.
+ALIGNMENT = 64
+
 
 class StaticCache:
-    """One layer's cache. `extend` appends and gives back everything so far."""
+    """One layer's cache. `positions_B` is shared by the layers: where the next token of each sequence goes."""
 
-    def __init__(self, batch: int, length: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        self._keys = torch.zeros(batch, shape.groups, length, shape.head, dtype=dtype, device=device)
-        self._values = torch.zeros_like(self._keys)
-        self.length = 0
+    def __init__(self, keys_BGSD: Tensor, values_BGSD: Tensor, positions_B: Tensor) -> None:
+        self._keys, self._values, self._positions = keys_BGSD, values_BGSD, positions_B
+        self._rows = torch.arange(len(positions_B), device=positions_B.device)
+        self.reading = True
+
+    @property
+    def length(self) -> int:
+        return self._keys.shape[2]
 
     def extend(self, key_BGTD: Tensor, value_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.length + key_BGTD.shape[2]
-        self._keys[:, :, self.length : end] = key_BGTD
-        self._values[:, :, self.length : end] = value_BGTD
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        if self.reading:
+            tokens = key_BGTD.shape[2]
+            copies = len(self._rows) // len(key_BGTD)  # sequences that continue the same prompt
+            self._keys[:, :, :tokens] = key_BGTD.repeat_interleave(copies, dim=0)
+            self._values[:, :, :tokens] = value_BGTD.repeat_interleave(copies, dim=0)
+            return key_BGTD, value_BGTD
+        self._keys[self._rows, :, self._positions] = key_BGTD[:, :, 0]
+        self._values[self._rows, :, self._positions] = value_BGTD[:, :, 0]
+        return self._keys, self._values
 
-    def repeat(self, times: int) -> None:
-        """The one sequence that was read becomes `times` sequences that continue it."""
-        self._keys = self._keys.repeat(times, 1, 1, 1)
-        self._values = self._values.repeat(times, 1, 1, 1)
 
-
-def build_caches(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> list[StaticCache]:
+def build_caches(config: ModelConfig, length: int, positions_B: Tensor, dtype: torch.dtype) -> list[StaticCache]:
+    """A cache for each layer, with room for `length` tokens of each sequence."""
     shape = Shape.of(config)
-    return [StaticCache(1, length, shape, dtype, device) for _ in range(config.num_layers)]
+    sizes = (len(positions_B), shape.groups, -(-length // ALIGNMENT) * ALIGNMENT, shape.head)
+    caches = []
+    for _ in range(config.num_layers):
+        keys, values = (torch.zeros(sizes, dtype=dtype, device=positions_B.device) for _ in range(2))
+        caches.append(StaticCache(keys, values, positions_B))
+    return caches

@@ -21,6 +21,7 @@ def generate_command(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 1234,
+    compile: bool = False,
     json: bool = False,
 ) -> None:
     """Writes text with a trained model: a Hugging Face folder, a run folder or a checkpoint.
@@ -40,7 +41,8 @@ def generate_command(
         temperature: 0 takes the likeliest token every time.
         top_k: Only the k likeliest tokens are drawn from; 0 for all.
         top_p: Only the likeliest tokens that together reach this probability; 1 for all.
-        seed: The same seed gives the same text.
+        seed: The same seed gives the same text, whatever is written beside it.
+        compile: Compile the layers first; pays off for long or many texts.
         json: One JSON array of objects with prompt, completion, text and tokens, on stdout.
     """
     prompts = list(prompt)
@@ -59,6 +61,7 @@ def generate_command(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        compile=compile,
     )
     if json:
         keys = [

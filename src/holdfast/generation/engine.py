@@ -1,17 +1,19 @@
-"""Generation: read the prompt once, then one token at a time through the cache, until the end-of-document token or the limit."""
+"""Generation, from prompts as text to completions as text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from holdfast.errors import HoldfastError
-from holdfast.generation.cache import build_caches
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.generation.decoding import Sequences
 from holdfast.generation.loading import Loaded, load_model
-from holdfast.generation.sampling import Sampling, next_token
-from holdfast.models.gpt import GPT
+from holdfast.generation.sampling import Sampling, draw
 from holdfast.progress import say
+
+# Sequences that are written side by side.
+ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -37,57 +39,61 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 1234,
+    compile: bool = False,
 ) -> list[Completion]:
-    """Completions of each prompt, in order, from a Hugging Face folder, a run, a checkpoint, or a model already loaded."""
-    loaded = model if isinstance(model, Loaded) else load_model(model)
+    """Completions of each prompt, in order, from a Hugging Face folder, a run, a checkpoint, or a model already loaded.
+
+    `compile` compiles the layers first, which pays off for long or many texts.
+    """
     sampling = Sampling(temperature, top_k, top_p)
-    found = []
-    for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
-        generator = torch.Generator(loaded.device).manual_seed(seed + number)
-        for tokens in _complete(loaded, prompt, max_new_tokens, num_return_sequences, sampling, generator):
-            found.append(Completion(prompt, loaded.tokenizer.decode(tokens), tuple(tokens)))
-    return found
+    for name, value in {"max_new_tokens": max_new_tokens, "num_return_sequences": num_return_sequences}.items():
+        if value < 1:
+            raise UsageError(f"{name} {value}: give 1 or more")
+    loaded = model if isinstance(model, Loaded) else load_model(model)
+    if compile:
+        loaded.compile()
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    read = [_tokens(loaded, text) for text in texts]
+    written: list[list[int]] = []
+    portion = max(1, ROWS // num_return_sequences)
+    for first in range(0, len(read), portion):
+        part = read[first : first + portion]
+        draws = [
+            draw(seed, prompt, sequence, max_new_tokens)
+            for prompt in range(first, first + len(part))
+            for sequence in range(num_return_sequences)
+        ]
+        written += _complete(loaded, part, torch.stack(draws), sampling, num_return_sequences)
+    owners = [text for text in texts for _ in range(num_return_sequences)]
+    return [
+        Completion(prompt, loaded.tokenizer.decode(tokens), tuple(tokens))
+        for prompt, tokens in zip(owners, written, strict=True)
+    ]
+
+
+def _tokens(loaded: Loaded, prompt: str) -> list[int]:
+    tokens = loaded.tokenizer.encode(prompt) or [loaded.tokenizer.eod or 0]
+    if len(tokens) >= loaded.max_positions:
+        raise HoldfastError(
+            f"the prompt has {len(tokens)} tokens, but the model's positions end at {loaded.max_positions}; shorten it"
+        )
+    return tokens
 
 
 def _complete(
-    loaded: Loaded, prompt: str, limit: int, sequences: int, sampling: Sampling, generator: torch.Generator
+    loaded: Loaded, prompts: list[list[int]], draws_BL: torch.Tensor, sampling: Sampling, copies: int
 ) -> list[list[int]]:
-    read = loaded.tokenizer.encode(prompt) or [loaded.tokenizer.eod or 0]
-    room = loaded.max_positions - len(read)
-    if room < 1:
-        raise HoldfastError(
-            f"the prompt has {len(read)} tokens, but the model's positions end at {loaded.max_positions}; shorten it"
-        )
-    if room < limit:
-        say(f"the model's positions allow {room} more tokens after this prompt, not {limit}")
-    written: list[list[int]] = [[] for _ in range(sequences)]
-    open_rows = set(range(sequences))
-    for tokens in _stream(loaded.model, read, min(limit, room), sequences, sampling, generator):
-        for row in list(open_rows):
-            if tokens[row] == loaded.tokenizer.eod:
-                open_rows.discard(row)
-            else:
-                written[row].append(tokens[row])
-        if not open_rows:
-            break
-    return written
-
-
-@torch.inference_mode()
-def _stream(
-    model: GPT, read: list[int], limit: int, sequences: int, sampling: Sampling, generator: torch.Generator
-) -> Iterator[list[int]]:
-    """The next token of every sequence, again and again."""
-    device = generator.device
-    caches = build_caches(model.config, len(read) + limit, model.dtype, device)
-    hidden = model.hidden(torch.tensor([read], device=device), caches=caches)
-    for cache in caches:
-        cache.repeat(sequences)
-    hidden = hidden[:, -1].expand(sequences, -1)
-    for count in range(limit):
-        tokens = next_token(model.logits(hidden), sampling, generator)
-        yield tokens.tolist()
-        if count + 1 < limit:
-            position = torch.tensor([[len(read) + count]], device=device)
-            everything = torch.ones(1, 1, 1, len(read) + count + 1, dtype=torch.bool, device=device)
-            hidden = model.hidden(tokens[:, None], position, caches=caches, mask=everything)[:, -1]
+    limit = draws_BL.shape[1]
+    rooms = [loaded.max_positions - len(prompt) for prompt in prompts]
+    if min(rooms) < limit:
+        say(f"the model's positions allow {min(rooms)} more tokens after the longest prompt, not {limit}")
+    wanted = [min(limit, room) for room in rooms for _ in range(copies)]
+    sequences = Sequences(
+        loaded.model,
+        prompts,
+        draws_BL[:, : max(wanted)],
+        sampling,
+        copies=copies,
+        max_positions=loaded.max_positions,
+    )
+    return sequences.write(wanted, loaded.tokenizer.eod)

@@ -26,6 +26,11 @@ class Loaded:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def compile(self) -> None:
+        """Compiles the layers; they share one compilation, made when the first token is written."""
+        for layer in self.model.decoder.layers.values():
+            layer.compile(dynamic=False)
+
 
 def load_model(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Loaded:
     """On CUDA in bf16 where there is one, otherwise on the CPU in fp32."""
