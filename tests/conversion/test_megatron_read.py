@@ -52,6 +52,57 @@ def test_uneven_pipeline_stages_are_counted_from_the_files(tmp_path):
     assert_same(convert(source, tmp_path / "hf", true_vocab_size=spec.vocab), spec, truth)
 
 
+def renamed(tree, rename):
+    return {rename(key): renamed(value, rename) if isinstance(value, dict) else value for key, value in tree.items()}
+
+
+def of_2019(model):
+    """Flat, without the language_model level."""
+    language = model["language_model"]
+    tables = {f"{name}.weight": table["weight"] for name, table in language["embedding"].items()}
+    return {**tables, **{f"transformer.{name}": tensor for name, tensor in language["transformer"].items()}}
+
+
+def of_transformer_engine(model):
+    """Legacy models on Transformer Engine: norms inside the linear layers behind them."""
+    parts = {
+        "input_layernorm.": "self_attention.layernorm_qkv.layer_norm_",
+        "self_attention.query_key_value.": "self_attention.layernorm_qkv.",
+        "self_attention.dense.": "self_attention.proj.",
+        "post_attention_layernorm.": "layernorm_mlp.layer_norm_",
+        "mlp.dense_h_to_4h.": "layernorm_mlp.fc1_",
+        "mlp.dense_4h_to_h.": "layernorm_mlp.fc2_",
+        "final_layernorm": "final_norm",
+    }
+
+    def rename(name):
+        for old, new in parts.items():
+            name = name.replace(old, new)
+        return name
+
+    return renamed(model, rename) | {"_extra_state": None}
+
+
+def of_forks(model):
+    return renamed(
+        model, lambda n: n.replace("input_layernorm", "input_norm").replace("attention_layernorm", "attention_norm")
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "version", "change"),
+    [("ancient", 0, of_2019), ("legacy", 3.0, of_transformer_engine), ("legacy", 3.0, of_forks)],
+)
+def test_names_of_every_epoch_are_understood(tmp_path, names, version, change):
+    spec = Spec()
+    truth = make_truth(spec, spec.padded(1))
+    source = write_megatron(tmp_path / "run", spec, truth, version, names=names)
+    path = rank_file(source, "mp_rank_00")
+    state = torch.load(path, weights_only=False)
+    torch.save({**state, "model": change(state["model"])}, path)
+    assert_same(convert(source, tmp_path / "hf", true_vocab_size=spec.vocab), spec, truth)
+
+
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("zip_form", [True, False])
 def test_a_release_zip_without_args_is_read_in_place(tmp_path, compression, zip_form):
@@ -59,9 +110,10 @@ def test_a_release_zip_without_args_is_read_in_place(tmp_path, compression, zip_
     truth = make_truth(spec, spec.padded(1))
     run = write_megatron(tmp_path / "run", spec, truth, 0, names="ancient", args=False, zip_form=zip_form)
     archive = tmp_path / "release.zip"
+    top = "megatron_lm_345m/" if zip_form else ""
     with zipfile.ZipFile(archive, "w", compression) as target:
-        target.writestr("latest_checkpointed_iteration.txt", "release")
-        target.write(run / "iter_0000100/mp_rank_00/model_optim_rng.pt", "release/mp_rank_00/model_optim_rng.pt")
+        target.writestr(f"{top}latest_checkpointed_iteration.txt", "release")
+        target.write(rank_file(run, "mp_rank_00"), f"{top}release/mp_rank_00/model_optim_rng.pt")
     options = {"true_vocab_size": spec.vocab, "num_attention_heads": spec.heads}
     assert_same(convert(archive, tmp_path / "hf", **options), spec, truth)
     with pytest.raises(HoldfastError, match="--num-attention-heads"):

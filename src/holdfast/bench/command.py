@@ -24,6 +24,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "holdfast.bench.train",
         "training steps on random tokens, beside a plain compiled GPT-2 and Hugging Face",
     ),
+    "convert": (
+        "holdfast.bench.convert",
+        "a 345M release zip to a Hugging Face folder, beside a synced copy of the zip",
+    ),
 }
 
 

@@ -82,6 +82,10 @@ class VerifiedFile:
                 )
             self._verified[index] = 1
 
+    def forget(self) -> None:
+        """Gives the pages back that were read; they come again from the file when somebody looks."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def verify_all(self) -> None:
         for index in range(len(self._verified)):
             self.verify(index)
@@ -179,6 +183,11 @@ class Checkpoint(Tensors):
         """Lets go of the mapped files; they are unmapped when the last array that shows them is gone."""
         self._files.clear()
         self._pieces.clear()
+
+    def forget(self) -> None:
+        """Keeps this process small while it walks through a checkpoint that is not."""
+        for file in self._files.values():
+            file.forget()
 
     @property
     def step(self) -> int:

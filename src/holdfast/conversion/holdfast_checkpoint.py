@@ -4,11 +4,9 @@ The invariant: what is written here, `holdfast train --load` and `holdfast.check
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from holdfast.checkpoint.layout import Piece as ShardPiece
 from holdfast.checkpoint.layout import lay_out
@@ -29,12 +27,11 @@ from holdfast.conversion.model import (
     WORD_EMBEDDINGS,
     Architecture,
     Model,
-    Optimizer,
     check_complete,
     padded_size,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
-from holdfast.conversion.tensors import Piece, Tensor, bits_type, tensor_of_values
+from holdfast.conversion.tensors import Piece, Tensor, bits_type
 from holdfast.conversion.zips import map_file
 from holdfast.errors import HoldfastError
 
@@ -46,24 +43,14 @@ def is_holdfast(path: Path) -> bool:
     return any(entry.name.startswith("step-") for entry in checkpoints.iterdir() if entry.is_dir())
 
 
-@dataclass(frozen=True)
-class _Open:
-    """Keeps the checkpoint's mappings alive as long as the model."""
-
-    checkpoint: Checkpoint
-
-    def forget(self) -> None:
-        """The reader's mappings are private copies; the kernel drops their clean pages by itself."""
-
-
 def read_holdfast(path: Path) -> Model:
     checkpoint = open_checkpoint(path)
     config = _config_of(path, checkpoint)
-    tensors = {
-        name.removeprefix("model."): _tensor(checkpoint, name)
-        for name in checkpoint.tensors
-        if name.startswith("model.")
-    }
+    tensors: dict[str, Tensor] = {}
+    for name in checkpoint.tensors:
+        if name.startswith("model."):
+            tensors[name.removeprefix("model.")] = _tensor(checkpoint, name)
+            checkpoint.forget()
     if WORD_EMBEDDINGS not in tensors:
         raise HoldfastError(f"{checkpoint.path} has no model.{WORD_EMBEDDINGS}: not a checkpoint of a language model")
     true_size = checkpoint.shared.get("true_vocab_size") or checkpoint.manifest.padded_rows.get(WORD_EMBEDDINGS)
@@ -77,14 +64,13 @@ def read_holdfast(path: Path) -> Model:
         tensors=tensors,
         origin=f"Holdfast checkpoint of step {checkpoint.step}, written by {checkpoint.manifest.world} ranks",
         iteration=checkpoint.step,
-        optimizer=_optimizer(checkpoint, tensors),
         facts={
             "kind": "holdfast",
             "step": checkpoint.step,
             "world": checkpoint.manifest.world,
             "optimizer": moments > 0,
         },
-        regions=[_Open(checkpoint)],
+        regions=[checkpoint],
         tokenizer=_tokenizer(config.data),
     )
 
@@ -123,17 +109,6 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
         bits = part.view(bits_type(dtype))
         pieces.append(Piece(row, column, bits if bits.ndim == 2 else bits.reshape(-1, 1)))
     return Tensor(tuple(shape), dtype, tuple(pieces), dtype)
-
-
-def _optimizer(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Optimizer | None:
-    found: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
-    for key, moments in found.items():
-        for name in tensors:
-            if f"optimizer.{name}.{key}" in checkpoint.tensors:
-                moments[name] = _tensor(checkpoint, f"optimizer.{name}.{key}")
-    if found["exp_avg"].keys() != tensors.keys() or found["exp_avg_sq"].keys() != tensors.keys():
-        return None
-    return Optimizer(found["exp_avg"], found["exp_avg_sq"], checkpoint.step)
 
 
 def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_size: int | None) -> Architecture:
@@ -178,14 +153,10 @@ def plan_holdfast(model: Model, dtype: str | None) -> Plan:
     config = config_for(arch, model)
     padded = padded_size(true_size, arch.vocab_multiple)
     tensors: dict[str, Tensor] = {}
-    masters = model.optimizer.masters if model.optimizer else {}
     for name, tensor in model.tensors.items():
-        tensor = masters.get(name, tensor)
         if name in VOCABULARY_TENSORS:
             tensor = pad_rows(tensor, true_size, padded, model.padding.get(name))
         tensors[f"model.{name}"] = tensor.cast(dtype or "F32")
-    if model.optimizer is not None:
-        tensors |= _moments(model.optimizer, true_size, padded)
     step = model.iteration or 0
     folder = f"checkpoints/step-{step:08d}"
     pieces = [ShardPiece(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for name, t in tensors.items()]
@@ -217,23 +188,8 @@ def plan_holdfast(model: Model, dtype: str | None) -> Plan:
             layout=(layout.header, places),
         ),
     ]
-    left = model.optimizer is None and model.facts.get("optimizer")
-    return Plan(
-        files,
-        ["optimizer state left behind: it is not in a form that can be carried over exactly"] if left else [],
-        finish,
-    )
-
-
-def _moments(optimizer: Optimizer, true_size: int, padded: int) -> dict[str, Tensor]:
-    found = {}
-    for key, moments in (("exp_avg", optimizer.exp_avg), ("exp_avg_sq", optimizer.exp_avg_sq)):
-        for name, tensor in moments.items():
-            whole = pad_rows(tensor, true_size, padded, None) if name in VOCABULARY_TENSORS else tensor
-            found[f"optimizer.{name}.{key}"] = whole.cast("F32")
-    for name in optimizer.exp_avg:
-        found[f"optimizer.{name}.step"] = tensor_of_values(np.array(float(optimizer.step), np.float32))
-    return found
+    notes = ["optimizer state left behind: training starts with fresh moments"] if model.facts.get("optimizer") else []
+    return Plan(files, notes, finish)
 
 
 def config_for(arch: Architecture, model: Model) -> Config:

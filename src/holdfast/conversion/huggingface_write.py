@@ -55,7 +55,7 @@ def plan_huggingface(
     if padding and not keep_padding:
         rows = arch.padded_vocab_size - size
         notes.append(f"{rows} rows of vocabulary padding left out (--keep-padding keeps them in a side file)")
-    if model.optimizer is not None or model.facts.get("optimizer"):
+    if model.facts.get("optimizer"):
         notes.append("optimizer state left behind: a Hugging Face folder has no place for it")
     return Plan(files, notes)
 

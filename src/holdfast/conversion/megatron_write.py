@@ -67,7 +67,7 @@ def plan_megatron(
             }
             files.append(PlannedFile(f"release/{folder}/model_optim_rng.pt", shard, tree=tree))
     notes = []
-    if model.optimizer is not None or model.facts.get("optimizer"):
+    if model.facts.get("optimizer"):
         notes.append("optimizer state left behind: the release form carries weights only")
     return Plan(files, notes)
 

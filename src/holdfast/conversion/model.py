@@ -70,23 +70,12 @@ class Mapped(Protocol):
 
 
 @dataclass
-class Optimizer:
-    """Adam's two moments per parameter, whole like it, the steps taken, and the fp32 weights where they are kept apart."""
-
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
-    step: int
-    masters: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass
 class Model:
     architecture: Architecture
     tensors: dict[str, Tensor]
     origin: str
     """What it was read from, for people: 'Megatron, version 3.0, TP 2 × PP 1'."""
     iteration: int | None = None
-    optimizer: Optimizer | None = None
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """For `inspect`."""

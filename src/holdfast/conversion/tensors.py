@@ -24,7 +24,7 @@ WIDTHS = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 BLOCK_BYTES = 8 << 20
-TRANSPOSE_COLUMNS = 64
+TRANSPOSE_COLUMNS = 256
 
 
 def bits_type(dtype: str) -> np.dtype[Any]:
@@ -140,12 +140,6 @@ def tensor_of(bits: Bits, dtype: str) -> Tensor:
         raise HoldfastError(f"a tensor of shape {list(bits.shape)} where a vector or a matrix is expected")
     flat = bits.reshape(1, 1) if bits.ndim == 0 else bits.reshape(-1, 1) if bits.ndim == 1 else bits
     return Tensor(tuple(bits.shape), dtype, (Piece(0, 0, flat),), dtype)
-
-
-def tensor_of_values(values: NDArray[Any]) -> Tensor:
-    """A tensor of our own making, from float32, float16 or float64 values."""
-    dtype = {2: "F16", 4: "F32", 8: "F64"}[values.dtype.itemsize]
-    return tensor_of(values.view(bits_type(dtype)), dtype)
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
