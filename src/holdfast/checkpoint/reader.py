@@ -58,6 +58,7 @@ class VerifiedFile:
         self.path, self._entry = folder / entry.name, entry
         self._verified = bytearray(len(entry.chunks))
         self._mapped: Bytes | None = None
+        self._map: mmap.mmap | None = None
 
     def check_size(self) -> None:
         try:
@@ -84,7 +85,8 @@ class VerifiedFile:
 
     def forget(self) -> None:
         """Gives the pages back that were read; they come again from the file when somebody looks."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def verify_all(self) -> None:
         for index in range(len(self._verified)):
@@ -96,7 +98,8 @@ class VerifiedFile:
             self.check_size()
             with open(self.path, "rb") as file:
                 # a private, writable map: torch warns about read-only memory; nobody writes
-                self._mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=np.uint8)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._mapped = np.frombuffer(self._map, dtype=np.uint8)
         return self._mapped
 
 
