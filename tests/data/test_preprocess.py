@@ -18,6 +18,7 @@ from tests.data.corpora import (
     prose,
 )
 
+import holdfast.data.preprocess as module
 from holdfast import IndexedDataset, preprocess
 from holdfast.errors import HoldfastError, UsageError
 
@@ -122,6 +123,30 @@ def test_the_reference_engine_gives_the_same_bytes(tmp_path: Path, small_bpe: To
     assert pair(tmp_path / "fast_text_document") == pair(tmp_path / "reference_text_document")
 
 
+def test_the_first_token_that_differs_from_the_reference_ends_the_run(
+    tmp_path: Path, small_bpe: TokenizerFiles
+) -> None:
+    # A fast engine that errs cannot be had: its samples are forged where the run compares them.
+    source = write_lines(tmp_path / "a.jsonl", [b'{"text": "one two three"}'])
+    seen = []
+
+    class Forged(module.CrossCheck):
+        def compare(self, samples: list[tuple[str, bytes]]) -> None:  # type: ignore[override]
+            seen.extend(samples)
+            super().compare([(text + "!", ids) for text, ids in samples])
+
+    original, module.CrossCheck = module.CrossCheck, Forged  # type: ignore[misc]
+    try:
+        with pytest.raises(
+            HoldfastError, match=r"different tokens for the text 'one two three!'.*--tokenizer-engine reference"
+        ):
+            preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    finally:
+        module.CrossCheck = original  # type: ignore[misc]
+    assert [np.frombuffer(ids, np.uint32).tolist() for _, ids in seen] == [small_bpe.build().encode("one two three")]
+    assert not list(tmp_path.glob("out_text*"))
+
+
 def test_the_provenance_says_what_was_made_of_what(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
     source = write_lines(tmp_path / "a.jsonl", [b'{"text": "one two"}'])
     summary = preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
@@ -205,3 +230,36 @@ def test_log_interval_prints_megatrons_lines(
     printed = capsys.readouterr().err
     assert "Processed 200 documents (" in printed
     assert "docs/s, " in printed
+
+
+def test_a_tokenizer_is_trained_from_the_same_inputs(tmp_path: Path) -> None:
+    import gzip
+
+    source = tmp_path / "in"
+    source.mkdir()
+    write_lines(source / "a.jsonl", prose(50))
+    (source / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(prose(50, seed=9))))
+    (source / "c.txt").write_text("some plain text, too")
+    words = [
+        sys.executable,
+        "-m",
+        "holdfast.cli",
+        "tokenizer",
+        "train",
+        "--input",
+        str(source),
+        "--vocab-size",
+        "300",
+    ]
+    for kind, names in (("bpe", ["vocab.json", "merges.txt"]), ("wordpiece", ["vocab.txt"])):
+        done = subprocess.run(
+            [*words, "--type", kind, "--output-dir", str(tmp_path / kind)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == [str(tmp_path / kind / name) for name in names]
+    assert len(json.loads((tmp_path / "bpe/vocab.json").read_text())) == 300
+    bad = subprocess.run(
+        [*words, "--output-dir", str(tmp_path / "x"), "--json-keys", "body"], capture_output=True, text=True
+    )
+    assert bad.returncode == 1
+    assert "no key 'body'" in bad.stderr

@@ -1,8 +1,7 @@
-"""The verbs of the data stage: preprocess, tokenizer train."""
+"""The verbs of the data stage: tokenizer train, preprocess, merge."""
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -161,7 +160,7 @@ def train_tokenizer(
     holdfast tokenizer train --input corpus.jsonl --vocab-size 32000 --output-dir tokenizer
 
     Args:
-        input: JSON-lines files, or plain text files (ending in .txt).
+        input: As for preprocess: files, globs, folders; JSON lines, .parquet, .txt, plain or compressed.
         output_dir: Folder for the files.
         vocab_size: Number of tokens to learn.
         type: bpe is GPT-2's byte-level BPE; wordpiece is BERT's, lower-cased or cased.
@@ -173,19 +172,17 @@ def train_tokenizer(
         print(path)
 
 
-def _texts(paths: tuple[str, ...], keys: tuple[str, ...]) -> Iterator[str]:
-    from holdfast.data.sources.jsonl import parse_lines
+def _texts(names: tuple[str, ...], keys: tuple[str, ...]) -> Iterator[str]:
+    """The texts of all documents, in the order of the input."""
+    from holdfast.data.plan import plan
+    from holdfast.data.sources import read_unit
+    from holdfast.data.sources.inputs import find_inputs
     from holdfast.errors import HoldfastError
 
-    for path in map(Path, paths):
-        if path.suffix == ".txt":
-            yield path.read_text(errors="replace")
-            continue
-        with path.open("rb") as source:
-            while lines := source.readlines(1 << 20):
-                batch = parse_lines(b"".join(lines), keys)
-                if batch.bad:
-                    raise HoldfastError(f"{path}: bad line: {batch.bad[0].reason}")
-                for column in batch.values:
-                    for value in column:
-                        yield from [value] if isinstance(value, str) else value
+    for unit in plan(find_inputs(names)):
+        for batch in read_unit(unit, keys):
+            if batch.bad:
+                raise HoldfastError(f"{unit.path}: bad line: {batch.bad[0].reason}")
+            for column in batch.values:
+                for value in column:
+                    yield from [value] if isinstance(value, str) else value
