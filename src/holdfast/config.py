@@ -191,7 +191,7 @@ class OptimizerConfig:
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential"] = "exponential"
     """WSD: shape of the final decay."""
     lr_poly_power: float = 0.5
-    """Exponent of the polynomial decay."""
+    """Exponent of the polynomial decay, (1 - progress) to this power; progress counts from the start of the warm-up."""
     weight_decay: float = 0.01
     """Decoupled weight decay; biases and norms have none."""
     adam_beta1: float = 0.9

@@ -56,7 +56,7 @@ class Holdfast:
 
     def __init__(self, config: Config, grid: Grid) -> None:
         from holdfast.parallel.pipeline import TiedEmbedding
-        from holdfast.train.families import build_parts
+        from holdfast.train.families import build_parts, family_of
         from holdfast.train.optim import GradientNorm, build_optimizer
         from holdfast.train.step import Passes
 
@@ -65,7 +65,7 @@ class Holdfast:
         self._clip = config.optimizer.clip_grad
         parts = build_parts(config, grid, config.model.vocab_size)
         tied = TiedEmbedding(parts, grid, not config.model.untie_embeddings_and_output_weights)
-        self._passes = Passes(parts, grid, tied, {})
+        self._passes = Passes(parts, grid, tied, family_of(config).terms, {})
         self._norm = GradientNorm(parts, grid, tied.copy)
         self._optimizer = build_optimizer(parts, config.optimizer)
 
@@ -77,9 +77,9 @@ class Holdfast:
         tokens, labels = batch.to(self._device)
         self._optimizer.zero_grad(set_to_none=True)
         self._passes.begin = begin
-        loss = self._passes.gradients([PassInputs(tokens, {}, {"labels_BT": labels}, None)], 1.0)
+        means = self._passes.gradients([PassInputs(tokens, {}, {"labels_BT": labels}, None)], 1.0)
         begin("communication")
-        sums = self._norm.reduce(loss)
+        sums = self._norm.reduce(*means)
         arriving = Arriving(sums)
         begin("optimizer")
         clip_and_step(self._optimizer, sums[0], self._clip, 1.0)

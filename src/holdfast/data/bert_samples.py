@@ -141,7 +141,7 @@ class BertSamples:
     @property
     def max_predictions(self) -> int:
         """No sample has more tokens to predict."""
-        return max(1, int(np.ceil(self.rules.masking.probability * (self.seq_length - SPECIAL_TOKENS))))
+        return self.rules.masking.most(self.seq_length - SPECIAL_TOKENS)
 
     def __len__(self) -> int:
         return len(self.mapping)

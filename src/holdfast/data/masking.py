@@ -5,6 +5,7 @@ stay. Words may be masked whole, and runs of up to `max_ngrams` words together (
 rounds the number of choices down, here it is rounded at random, so that the share is the asked one for any length.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,10 @@ class Masking:
     probability: float = 0.15
     whole_word: bool = False
     max_ngrams: int = 1
+
+    def most(self, maskable: int) -> int:
+        """No sample with so many maskable tokens has more to predict."""
+        return max(1, math.ceil(self.probability * maskable))
 
 
 def mask_tokens(

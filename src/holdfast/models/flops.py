@@ -1,8 +1,8 @@
 """How much arithmetic a token costs, and how much the device could do: the two numbers behind TFLOP/s and MFU.
 
 Counted as everybody in the field counts: 6 FLOPs per weight and token for forward and backward (the embedding look-up is
-free, the output matrix is not), plus attention scores and values over the full sequence (as PaLM counts: causality is not
-deducted).
+free, the output matrix costs where a token is predicted), plus attention scores and values over the full sequence (as PaLM
+counts: causality is not deducted).
 """
 
 from holdfast.config import ModelConfig
@@ -30,21 +30,21 @@ PEAKS = {
 }
 
 
-def matrix_weights(config: ModelConfig, padded_vocab_size: int) -> int:
-    """Weights that take part in a matrix product for each token."""
+def matrix_weights(config: ModelConfig, padded_vocab_size: int, predicted: float = 1.0) -> int:
+    """Weights that take part in a matrix product for each token, if the output's do for the share `predicted` of them."""
     shape = Shape.of(config)
     attention = config.hidden_size * shape.head * (2 * config.num_attention_heads + 2 * shape.groups)
     mlp = config.hidden_size * shape.ffn * (3 if config.swiglu else 2)
     head = padded_vocab_size * config.hidden_size
     if config.model_type == "bert":
         head += config.hidden_size**2
-    return config.num_layers * (attention + mlp) + head
+    return config.num_layers * (attention + mlp) + int(predicted * head)
 
 
-def flops_per_token(config: ModelConfig, seq_length: int, padded_vocab_size: int) -> int:
+def flops_per_token(config: ModelConfig, seq_length: int, padded_vocab_size: int, predicted: float = 1.0) -> int:
     """Forward and backward FLOPs of one token."""
     attention = 12 * config.num_layers * config.num_attention_heads * Shape.of(config).head * seq_length
-    return 6 * matrix_weights(config, padded_vocab_size) + attention
+    return 6 * matrix_weights(config, padded_vocab_size, predicted) + attention
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.config import ModelConfig
 
-VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int, vocab_size: int) -> Tensor:

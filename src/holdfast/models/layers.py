@@ -179,15 +179,19 @@ class TransformerLayer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token and position vectors, and for BERT token types, added up in the compute type."""
+    """Token and position vectors, and for BERT token types, added up in the compute type; normalised in the original BERT."""
 
-    def __init__(self, config: ModelConfig, padded_vocab_size: int, positions: int, token_types: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, padded_vocab_size: int, positions: int, token_types: int = 0, normed: bool = False
+    ) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(padded_vocab_size, config.hidden_size)
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = nn.Embedding(positions, config.hidden_size)
         if token_types:
             self.tokentype_embeddings = nn.Embedding(token_types, config.hidden_size)
+        if normed:
+            self.layernorm = build_norm(config)
         self.embedding_dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, types_BT: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -196,5 +200,8 @@ class Embedding(nn.Module):
             x = x + self.position_embeddings(positions_BT)
         if types_BT is not None:
             x = x + self.tokentype_embeddings(types_BT)
-        out: Tensor = self.embedding_dropout(x.to(dtype))
+        x = x.to(dtype)
+        if hasattr(self, "layernorm"):
+            x = self.layernorm(x)
+        out: Tensor = self.embedding_dropout(x)
         return out

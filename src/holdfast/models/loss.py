@@ -38,6 +38,10 @@ class Cut:
     reduce_sum: Callable[[Tensor], Tensor] = _same
     whole_hidden: Callable[[Tensor], Tensor] = _same
     """All tokens' hidden states from the share that is here; its backward adds up the ranks' gradients."""
+    whole_tokens: Callable[[Tensor], Tensor] = _same
+    """All tokens' hidden states, for a computation that every rank repeats; its backward takes this rank's share."""
+    same_hidden: Callable[[Tensor], Tensor] = _same
+    """Hidden states that every rank has; its backward adds up the ranks' gradients."""
     rows_here: Callable[[Tensor], Tensor] = _same
     """The rows of the output matrix that are here."""
     compiled: bool = False

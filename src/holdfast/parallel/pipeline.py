@@ -27,6 +27,7 @@ def build_schedule(
     seq_length: int,
     hidden_size: int,
     sequence_cut: int,
+    terms: int,
     dtype: torch.dtype,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
@@ -36,7 +37,7 @@ def build_schedule(
     tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64, device="meta")
     hidden = torch.empty(micro_batch_size, seq_length // sequence_cut, hidden_size, dtype=dtype, device="meta")
     hidden.requires_grad_()  # tells the schedule that gradients flow back between stages
-    total = torch.empty(1, dtype=torch.float32, device="meta")
+    total = torch.empty(terms, dtype=torch.float32, device="meta")
     built: list[Any] = []
     for index, part in enumerate(parts):
         stage = rank + index * pipeline

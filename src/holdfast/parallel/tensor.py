@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
@@ -37,14 +37,24 @@ def cut_model(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> No
         for name in ("embedding.position_embeddings", "embedding.tokentype_embeddings"):
             if name in names:
                 plan[name] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-        for name in ("decoder.final_layernorm", "encoder.final_layernorm"):
+        for name in ("embedding.layernorm", "decoder.final_layernorm", "encoder.final_layernorm"):
             if name in names:
                 plan[name] = SequenceParallel(use_local_output=True)
     if "output_layer" in names:
-        plan["output_layer"] = ColwiseParallel()
+        plan["output_layer"] = ColwiseParallel() if isinstance(names["output_layer"], nn.Linear) else CutRows()
     parallelize_module(model, mesh, plan)
     model.vocabulary_cut = vocabulary_cut(model, mesh, stream)  # type: ignore[assignment]
     model.sequence_cut = mesh.size() if sequence_parallel else 1  # type: ignore[assignment]
+
+
+class CutRows(ParallelStyle):
+    """A module whose parameters are cut by rows and used by someone else."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            rows = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(rows))
+        return module
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
@@ -79,6 +89,13 @@ def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> Cut
         whole = DTensor.from_local(x, mesh, [stream], run_check=False).redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Partial()])
 
+    def whole_tokens(x: Tensor) -> Tensor:
+        whole = DTensor.from_local(x, mesh, [stream], run_check=False).redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Replicate()])
+
+    def same_hidden(x: Tensor) -> Tensor:
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
     def rows_here(matrix: Tensor) -> Tensor:
         assert isinstance(matrix, DTensor)
         return matrix.to_local()
@@ -92,6 +109,8 @@ def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> Cut
         reduce_max=lambda x: reduced(x, dist.ReduceOp.MAX),
         reduce_sum=lambda x: reduced(x, dist.ReduceOp.SUM),
         whole_hidden=whole_hidden,
+        whole_tokens=whole_tokens,
+        same_hidden=same_hidden,
         rows_here=rows_here,
     )
 
@@ -127,8 +146,6 @@ def fill(parameter: Tensor, value: Tensor) -> None:
     """Gives a parameter its value: all of it, or the share of it that is here."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
-            from torch.distributed.tensor import distribute_tensor
-
             mesh, placements = parameter.device_mesh, parameter.placements
             shard = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
             parameter._local_tensor.copy_(shard._local_tensor)

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from holdfast.config import Config
 from holdfast.models.flops import flops_per_token
-from holdfast.models.gpt import GPT
 from holdfast.parallel.layout import Layout, padded_vocab_size, stage_layers
+from holdfast.train.families import build_stage, family_of
 from holdfast.train.schedule import batches_of
 
 CUT_BY_TENSOR = (
@@ -35,17 +33,8 @@ def parameters_per_rank(config: Config, layout: Layout) -> list[int]:
     assert config.model.vocab_size is not None
     stages = stage_layers(config.model, config.parallel)
     counts = [0] * layout.pipeline
-    for stage, layers in enumerate(stages):
-        with torch.device("meta"):
-            part = GPT(
-                config.model,
-                vocab_size=config.model.vocab_size,
-                padded_vocab_size=padded_vocab_size(config.model.vocab_size, config.model, layout.tensor),
-                max_positions=config.model.max_position_embeddings or config.data.seq_length,
-                layers=layers,
-                is_first=stage == 0,
-                is_last=stage == len(stages) - 1,
-            )
+    for stage in range(len(stages)):
+        part = build_stage(config, stage, layout.tensor, config.model.vocab_size)
         for name, parameter in part.named_parameters():
             cut = layout.tensor if any(piece in name for piece in CUT_BY_TENSOR) else 1
             counts[stage % layout.pipeline] += -(-parameter.numel() // (cut * layout.shard))
@@ -83,12 +72,13 @@ def describe(config: Config, layout: Layout) -> str:
     micro = train.global_batch_size // (train.micro_batch_size * layout.data)
     iterations = batches_of(config, layout.data).iterations(train.train_iters)
     tokens = train.global_batch_size * config.data.seq_length
+    per_token = flops_per_token(model, config.data.seq_length, padded, family_of(config).predicted)
     lines = [
         f"{layout.words()} on {config.parallel.nnodes} node(s) × {config.parallel.nproc_per_node}",
         f"vocabulary {model.vocab_size:,} padded to {padded:,}; parameters about {total / 1e9:.3f} G",
         f"global batch {train.global_batch_size:,} samples = {micro} micro batches of {train.micro_batch_size} on each of "
         f"{layout.data} data-parallel ranks; {tokens:,} tokens per step, {iterations:,} steps",
-        f"FLOPs per token (forward and backward): {flops_per_token(model, config.data.seq_length, padded) / 1e9:,.3f} G",
+        f"FLOPs per token (forward and backward): {per_token / 1e9:,.3f} G",
         f"activations kept on a rank of the first stage: about {activation_bytes(config, layout) / 2**30:.2f} GiB",
     ]
     per_stage = layout.world // layout.pipeline

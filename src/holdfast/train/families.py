@@ -1,14 +1,20 @@
-"""What differs between model families, for a loop that does not: building stages, making samples, feeding micro batches."""
+"""What differs between model families, for a loop that does not: the module, the samples, the arguments, what is summed up."""
 
 import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.config import Config
+from holdfast.data.bert_samples import SPECIAL_TOKENS, BertRules, BertVocabulary, build_bert_splits
 from holdfast.data.gpt_samples import build_gpt_splits
-from holdfast.data.loader import Batches, DocumentRules, MicroBatch
+from holdfast.data.loader import Batches, BertBatches, BertMicroBatch, DocumentRules, MicroBatch, RankBatches
+from holdfast.data.masking import Masking
 from holdfast.errors import HoldfastError
+from holdfast.models.bert import BERT
 from holdfast.models.gpt import GPT
 from holdfast.models.initial import initial_value
 from holdfast.parallel.cut import cut_and_fill
@@ -18,30 +24,70 @@ from holdfast.train.preflight import tokenizer_of
 from holdfast.train.schedule import batches_of
 from holdfast.train.step import PassInputs
 
+Wanted = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a family's micro batches come from."""
+
+    splits: Sequence[Any]
+    """Training, validation and test samples; None where there are none."""
+    batches: Callable[..., RankBatches[Any]]
+    inputs: Callable[[Any, torch.device], PassInputs]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model."""
+
+    model: type[GPT] | type[BERT]
+    terms: tuple[str, ...]
+    """What the last stage sums up over the samples: losses, by names that end so, and what is only told. The run's loss is the
+    sum of the losses, each a mean over its own targets."""
+    predicted: float
+    """Share of the tokens that the output matrix is multiplied with."""
+    source: Callable[[Config, Wanted], Source]
+
+
+def family_of(config: Config) -> Family:
+    if config.model.model_type == "gpt":
+        return Family(GPT, ("loss",), 1.0, gpt_source)
+    terms = ("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy")
+    predicted = max_predictions(config) / config.data.seq_length
+    return Family(BERT, terms[:2] if config.model.bert_no_binary_head else terms, predicted, bert_source)
+
 
 def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
 
 
+def build_stage(
+    config: Config, stage: int, tensor: int, vocab_size: int, dtype: torch.dtype = torch.float32
+) -> GPT | BERT:
+    """One pipeline stage, without memory for its weights."""
+    stages = stage_layers(config.model, config.parallel)
+    with torch.device("meta"):
+        return family_of(config).model(
+            config.model,
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_vocab_size(vocab_size, config.model, tensor),
+            max_positions=config.model.max_position_embeddings or config.data.seq_length,
+            dtype=dtype,
+            layers=stages[stage],
+            is_first=stage == 0,
+            is_last=stage == len(stages) - 1,
+        )
+
+
 def build_parts(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]:
     """The pipeline stages of this rank, cut and filled: one module, or several when stages are interleaved."""
     stages = stage_layers(config.model, config.parallel)
-    mine = range(grid.index("pipeline"), len(stages), grid.layout.pipeline)
     parts: list[nn.Module] = []
     dtype = compute_dtype(config)
     compiled = config.train.compile if config.train.compile is not None else grid.device.type == "cuda"
-    for stage in mine:
-        with torch.device("meta"):
-            part = GPT(
-                config.model,
-                vocab_size=vocab_size,
-                padded_vocab_size=padded_vocab_size(vocab_size, config.model, grid.layout.tensor),
-                max_positions=config.model.max_position_embeddings or config.data.seq_length,
-                dtype=dtype,
-                layers=stages[stage],
-                is_first=stage == 0,
-                is_last=stage == len(stages) - 1,
-            )
+    for stage in range(grid.index("pipeline"), len(stages), grid.layout.pipeline):
+        part = build_stage(config, stage, grid.layout.tensor, vocab_size, dtype)
         cut_and_fill(
             part,
             grid,
@@ -55,9 +101,25 @@ def build_parts(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]:
     return parts
 
 
-def gpt_inputs(micro: MicroBatch, masked: bool, device: torch.device) -> PassInputs:
+def gpt_source(config: Config, wanted: Wanted) -> Source:
+    data = config.data
+    splits = build_gpt_splits(
+        data.data_path, data.split, data.seq_length, config.train.seed, wanted, data.data_cache_path
+    )
+    tokenizer = tokenizer_of(config)
+    rules = DocumentRules(
+        tokenizer.eod if tokenizer else None,
+        data.reset_position_ids,
+        data.reset_attention_mask,
+        data.eod_mask_loss,
+    )
+    inputs = functools.partial(gpt_inputs, data.eod_mask_loss)
+    return Source(splits, functools.partial(Batches, rules=rules), inputs)
+
+
+def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInputs:
     """A GPT micro batch as arguments of the stages."""
-    counted = micro.loss_mask.sum() if masked else None
+    counted = micro.loss_mask.sum()[None] if masked else None
     here = micro.to(device)
     everywhere = {}
     if here.position_ids is not None:
@@ -68,47 +130,84 @@ def gpt_inputs(micro: MicroBatch, masked: bool, device: torch.device) -> PassInp
     return PassInputs(here.tokens, everywhere, at_loss, counted)
 
 
+def bert_source(config: Config, wanted: Wanted) -> Source:
+    data = config.data
+    tokenizer = tokenizer_of(config)
+    assert tokenizer is not None  # checked before any rank started
+    binary = not config.model.bert_no_binary_head
+    rules = BertRules(
+        Masking(data.masked_lm_prob, data.bert_whole_word_mask, data.bert_max_ngrams),
+        data.short_seq_prob,
+        binary,
+        data.bert_sentence_order,
+    )
+    splits = build_bert_splits(
+        data.data_path,
+        data.split,
+        data.seq_length,
+        config.train.seed,
+        wanted,
+        BertVocabulary.of(tokenizer),
+        rules,
+        data.data_cache_path,
+    )
+    return Source(splits, BertBatches, functools.partial(bert_inputs, max_predictions(config), binary))
+
+
+def max_predictions(config: Config) -> int:
+    """No sample has more tokens to predict."""
+    return Masking(config.data.masked_lm_prob).most(config.data.seq_length - SPECIAL_TOKENS)
+
+
+def bert_inputs(most: int, binary: bool, micro: BertMicroBatch, device: torch.device) -> PassInputs:
+    """A BERT micro batch as arguments of the stages: `most` places per sample, of which those with weight 1 are predicted."""
+    places = micro.loss_mask.sort(dim=1, descending=True, stable=True).indices[:, :most]
+    weights = micro.loss_mask.gather(1, places)
+    masked, pairs = weights.sum(), torch.tensor(float(len(places)))
+    counted = torch.stack((masked, masked, pairs, pairs) if binary else (masked, masked))
+    at_loss = {"places_BP": places, "labels_BP": micro.labels.gather(1, places).clamp(min=0), "weights_BP": weights}
+    if binary:
+        at_loss["is_random_B"] = micro.is_random
+    everywhere = {"padding_BT": micro.padding_mask, "types_BT": micro.tokentype_ids}
+
+    def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+    return PassInputs(micro.tokens.to(device, non_blocking=True), moved(everywhere), moved(at_loss), counted)
+
+
 class Feed:
     """This rank's micro batches of any step: a pure function of how many samples were consumed."""
 
     def __init__(self, config: Config, grid: Grid) -> None:
         train, data = config.train, config.data
-        self._device, self._masked = grid.device, data.eod_mask_loss
         batches = batches_of(config, grid.layout.data)
         iterations = batches.iterations(train.train_iters)
         evaluations = iterations // train.eval_interval if train.eval_interval else 0
         wanted = (batches.total_samples, evaluations * train.eval_iters * batches.full, 0)
-        splits = build_gpt_splits(data.data_path, data.split, data.seq_length, train.seed, wanted, data.data_cache_path)
-        tokenizer = tokenizer_of(config)
-        rules = DocumentRules(
-            tokenizer.eod if tokenizer else None,
-            data.reset_position_ids,
-            data.reset_attention_mask,
-            data.eod_mask_loss,
-        )
-        if splits[0] is None:
+        source = family_of(config).source(config, wanted)
+        self._inputs, self._device = source.inputs, grid.device
+        if source.splits[0] is None:
             raise HoldfastError(f"split '{data.split}' leaves no documents for training")
-        loaders = [
+        self._training, self._validation = (
             None
             if samples is None
-            else Batches(
+            else source.batches(
                 samples,
                 train.micro_batch_size,
                 data_parallel_rank=grid.data_rank,
                 data_parallel_size=grid.layout.data,
-                rules=rules,
                 num_workers=data.num_workers,
             )
-            for samples in splits[:2]
-        ]
-        self._training, self._validation = loaders
+            for samples in source.splits[:2]
+        )
         self.has_validation = self._validation is not None
 
     def training(self, consumed_samples: int, size: int) -> list[PassInputs]:
         assert self._training is not None
-        return [gpt_inputs(m, self._masked, self._device) for m in self._training.get(consumed_samples, size)]
+        return [self._inputs(micro, self._device) for micro in self._training.get(consumed_samples, size)]
 
     def validation(self, start: int, size: int) -> list[PassInputs] | None:
         if self._validation is None:
             return None
-        return [gpt_inputs(m, self._masked, self._device) for m in self._validation.get(start, size)]
+        return [self._inputs(micro, self._device) for micro in self._validation.get(start, size)]

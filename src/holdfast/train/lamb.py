@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from holdfast.parallel.tensor import local
 
@@ -29,7 +29,8 @@ def sum_over_shards(squares: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     for index, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
             for axis, placement in enumerate(parameter.placements):
-                if isinstance(placement, Shard) and parameter.device_mesh.size(axis) > 1:
+                # not isinstance(Shard): rows cut twice, by tensor parallelism and FSDP2, are a kind of their own
+                if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
                     group = parameter.device_mesh.get_group(axis)
                     groups.setdefault((axis, id(group)), (group, []))[1].append(index)
     for group, indices in groups.values():

@@ -21,9 +21,9 @@ from holdfast.parallel.layout import Layout, padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.progress import say
-from holdfast.train.families import Feed, build_parts, compute_dtype
+from holdfast.train.families import Feed, build_parts, compute_dtype, family_of
 from holdfast.train.holding import Holding, Progress
-from holdfast.train.metrics import Iteration, Reporter
+from holdfast.train.metrics import Iteration, Reporter, name_terms
 from holdfast.train.optim import Arriving, GradientNorm, build_loss_scale, build_optimizer, clip_and_step
 from holdfast.train.schedule import Batches, batches_of, schedule_of
 from holdfast.train.step import Passes
@@ -48,7 +48,8 @@ class _Run:
         assert config.model.vocab_size is not None
         self.parts = build_parts(config, grid, config.model.vocab_size)
         tied = TiedEmbedding(self.parts, grid, not config.model.untie_embeddings_and_output_weights)
-        self.passes = Passes(self.parts, grid, tied, self._shapes())
+        self.family = family_of(config)
+        self.passes = Passes(self.parts, grid, tied, self.family.terms, self._shapes())
         self.norm = GradientNorm(self.parts, grid, tied.copy)
         self.optimizer = build_optimizer(self.parts, config.optimizer)
         self.loss_scale = build_loss_scale(config.optimizer) if config.train.fp16 else None
@@ -99,9 +100,9 @@ class _Run:
         batch = self.feed.training(progress.consumed_samples, size)
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.passes.gradients(batch, scale)
+        means = self.passes.gradients(batch, scale)
         stall = self.holding.commit()  # the last snapshot is whole before this exchange: it is the commit barrier
-        sums = self.norm.reduce(loss)
+        sums = self.norm.reduce(*means)
         sums[0] /= scale
         arriving = Arriving(sums)
         self.update_weights(sums[0], scale, lr)
@@ -135,20 +136,21 @@ class _Run:
         """Mean loss over eval_iters batches of the validation split; told with the iteration it follows."""
         train = self.config.train
         start = (self.progress.step // train.eval_interval - 1) * train.eval_iters * self.batches.full
-        total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+        total = torch.zeros(len(self.family.terms), dtype=torch.float64, device=self.grid.device)
         for part in self.parts:
             part.eval()
         for index in range(train.eval_iters):
             batch = self.feed.validation(start + index * self.batches.full, self.batches.full)
             if batch is None:
                 break
-            total += self.passes.loss(batch).double() / train.eval_iters
+            total += self.passes.means(batch).double() / train.eval_iters
         for part in self.parts:
             part.train()
         dist.all_reduce(total)
         if self.pending is not None and self.feed.has_validation:
-            loss = float(total)
-            self.pending.extra = {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 50.0))}
+            terms = name_terms(self.family.terms, total)
+            self.pending.extra = {f"validation_{name}": value for name, value in terms.items()}
+            self.pending.extra["validation_perplexity"] = math.exp(min(float(total[0]), 50.0))
         self.report_pending()
         self.reporter.restart_clock()
 
@@ -167,7 +169,8 @@ class _Run:
             active=self.grid.rank == 0,
             iterations=self.iterations,
             log_interval=config.log.log_interval,
-            flops_per_token=flops_per_token(config.model, config.data.seq_length, padded),
+            terms=self.family.terms,
+            flops_per_token=flops_per_token(config.model, config.data.seq_length, padded, self.family.predicted),
             tokens_per_sample=config.data.seq_length,
             world=layout.world,
             device=self.grid.device,

@@ -5,6 +5,7 @@ Values stay on the device until the next step is under way, so that telling neve
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +29,7 @@ class Iteration:
     consumed_samples: int
     consumed_tokens: int
     sums: Tensor
-    """[gradient norm, loss, ...]"""
+    """[gradient norm, the model's terms...]"""
     snapshot_stall_ms: float
     loss_scale: float | None
     extra: dict[str, float] = field(default_factory=dict)
@@ -44,13 +45,14 @@ class Reporter:
         active: bool,
         iterations: int,
         log_interval: int,
+        terms: Sequence[str],
         flops_per_token: int,
         tokens_per_sample: int,
         world: int,
         device: torch.device,
         tensorboard: bool,
     ) -> None:
-        self._active, self._iterations, self._interval = active, iterations, log_interval
+        self._active, self._iterations, self._interval, self._terms = active, iterations, log_interval, terms
         self._flops, self._tokens, self._world = flops_per_token, tokens_per_sample, world
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name)
@@ -73,7 +75,8 @@ class Reporter:
         self._samples += done.batch_size
         if not self._active:
             return
-        norm, loss = (float(value) for value in done.sums[:2])
+        norm, terms = float(done.sums[0]), name_terms(self._terms, done.sums[1:])
+        loss = terms.pop("loss")
         now = time.perf_counter()
         if self.first_step_seconds is None:
             self.first_step_seconds = now - self._since
@@ -93,10 +96,12 @@ class Reporter:
         record = {
             "iteration": done.iteration,
             "loss": loss,
+            **terms,
             "lr": done.lr,
             "grad_norm": norm,
             "step_ms": seconds * 1e3,
             "tokens_per_s": per_second,
+            "sequences_per_s": per_second / self._tokens,
             "tflops": tflops,
             "mfu": tflops * 1e12 / self._peak if self._peak else None,
             "snapshot_stall_ms": done.snapshot_stall_ms,
@@ -106,11 +111,11 @@ class Reporter:
             **({"loss_scale": done.loss_scale} if done.loss_scale is not None else {}),
             **done.extra,
         }
-        self._tell(record, done.batch_size)
+        self._tell(record, done.batch_size, list(terms))
         self.restart_clock()
 
-    def _tell(self, record: dict[str, Any], batch_size: int) -> None:
-        say(iteration_line(record, batch_size, self._iterations))
+    def _tell(self, record: dict[str, Any], batch_size: int, terms: list[str]) -> None:
+        say(iteration_line(record, batch_size, self._iterations, terms))
         if self._journal:
             self._journal.write(record)
         if self._board:
@@ -125,7 +130,13 @@ class Reporter:
             self._board.close()
 
 
-def iteration_line(record: dict[str, Any], batch_size: int, iterations: int) -> str:
+def name_terms(names: Sequence[str], values: Tensor) -> dict[str, float]:
+    """The model's terms by name, and first of all `loss`: the sum of those that are losses."""
+    terms = dict(zip(names, values.tolist(), strict=True))
+    return {"loss": sum(value for name, value in terms.items() if name.endswith("loss")), **terms}
+
+
+def iteration_line(record: dict[str, Any], batch_size: int, iterations: int, terms: Sequence[str]) -> str:
     mfu = "unknown" if record["mfu"] is None else f"{record['mfu'] * 100:.1f}%"
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {record['iteration']:8d}/{iterations:8d}",
@@ -133,13 +144,15 @@ def iteration_line(record: dict[str, Any], batch_size: int, iterations: int) -> 
         f"elapsed time per iteration (ms): {record['step_ms']:.1f}",
         f"learning rate: {record['lr']:.6E}",
         f"global batch size: {batch_size:5d}",
-        f"lm loss: {record['loss']:.6E}",
+        f"{'total' if terms else 'lm'} loss: {record['loss']:.6E}",
+        *(f"{name.replace('_', ' ')}: {record[name]:.6E}" for name in terms),
     ]
     if "loss_scale" in record:
         parts.append(f"loss scale: {record['loss_scale']:.1f}")
     parts += [
         f"grad norm: {record['grad_norm']:.3f}",
         f"tokens/s: {record['tokens_per_s']:,.0f}",
+        f"sequences/s: {record['sequences_per_s']:,.1f}",
         f"TFLOP/s per rank: {record['tflops']:.2f}",
         f"MFU: {mfu}",
         f"skipped iterations: {record['skipped_iterations']:3d}",

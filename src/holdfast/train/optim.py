@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from holdfast.config import OptimizerConfig
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.tensor import is_cut_over, local
+from holdfast.train.lamb import Lamb
 
 
 def build_optimizer(parts: list[nn.Module], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over four groups: with and without decay, sharded and plain (fused kernels take one kind at a time)."""
+    """AdamW or LAMB over four groups: with and without decay, sharded and plain (fused kernels take one kind at a time)."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for part in parts:
         for parameter in part.parameters():
@@ -27,13 +28,10 @@ def build_optimizer(parts: list[nn.Module], options: OptimizerConfig) -> torch.o
         {"params": parameters, "weight_decay": options.weight_decay if decays else 0.0}
         for (decays, _), parameters in sorted(groups.items())
     ]
-    return torch.optim.AdamW(
-        described,
-        lr=options.lr,
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_eps,
-        fused=True,
-    )
+    betas = (options.adam_beta1, options.adam_beta2)
+    if options.optimizer == "lamb":  # clipping by the global norm, before the step, is LAMB's pre-normalisation
+        return Lamb(described, lr=options.lr, betas=betas, eps=options.adam_eps)
+    return torch.optim.AdamW(described, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
 
 
 @dataclass

@@ -6,6 +6,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from holdfast.assets import fetching
 from holdfast.config import Config, config_to_toml, read_config
 from holdfast.errors import HoldfastError
 from holdfast.parallel.layout import Layout, check_layout, layout_of
@@ -22,11 +23,15 @@ IDENTITY = {
 
 
 def tokenizer_of(config: Config) -> Tokenizer | None:
-    """The run's tokenizer, or None if the configuration names no files of one."""
+    """The run's tokenizer, its files fetched where they are names or URLs; None if the configuration names none."""
     data = config.data
     if not (data.vocab_file or data.merge_file or data.tokenizer_model):
         return None
-    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
+    vocab, merges, model = (
+        None if name is None else fetching.resolve(name, role)
+        for name, role in ((data.vocab_file, "vocab"), (data.merge_file, "merges"), (data.tokenizer_model, None))
+    )
+    return build_tokenizer(data.tokenizer_type, vocab, merges, model)
 
 
 def resolve(config: Config, world: int | None = None) -> tuple[Config, Layout]:
@@ -50,8 +55,25 @@ def resolve(config: Config, world: int | None = None) -> tuple[Config, Layout]:
         train=replace(config.train, global_batch_size=batch),
     )
     check_layout(config, layout)
+    if config.model.model_type == "bert":
+        check_bert(config)
     schedule_of(config, batches_of(config, layout.data))
     return config, layout
+
+
+def check_bert(config: Config) -> None:
+    """Refuses what has a meaning for GPT only."""
+    model, data = config.model, config.data
+    problems = []
+    if model.position_embedding_type != "learned_absolute":
+        problems.append("BERT has learned positions: leave position_embedding_type unset")
+    for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if getattr(data, key):
+            problems.append(f"{key} is for GPT, whose samples cross documents; BERT's do not")
+    if not 0 < data.masked_lm_prob <= 1:
+        problems.append(f"masked_lm_prob {data.masked_lm_prob} is not a share between 0 and 1")
+    if problems:
+        raise HoldfastError("; ".join(problems))
 
 
 def check_data(config: Config) -> None:
@@ -61,6 +83,8 @@ def check_data(config: Config) -> None:
     from holdfast.data.indexed import IndexedDataset
 
     assert config.model.vocab_size is not None
+    if config.model.model_type == "bert" and tokenizer_of(config) is None:
+        raise HoldfastError("BERT masks tokens while it trains and needs the tokenizer: give vocab_file")
     for prefix in parse_data_path(config.data.data_path).prefixes:
         check_token_range(IndexedDataset(prefix), config.model.vocab_size)
 

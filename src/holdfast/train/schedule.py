@@ -41,8 +41,8 @@ class Schedule:
             return 1.0 - ratio
         if self.style == "cosine":
             return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        if self.style == "polynomial":
-            return float((1.0 - ratio) ** self.power)
+        if self.style == "polynomial":  # as NVIDIA's BERT recipe has it: over the whole run, the warm-up included
+            return float((1.0 - consumed / self.decay) ** self.power)
         start = self.decay - self.wsd_decay
         if consumed <= start:
             return 1.0

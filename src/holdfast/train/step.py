@@ -29,7 +29,7 @@ class PassInputs:
     at_loss: dict[str, Tensor]
     """Arguments of the last stage: labels, weights."""
     counted: Tensor | None
-    """Tokens that the loss counts, on the CPU; None: all of them."""
+    """Targets that each term of the model's output counts, [terms] on the CPU; None: all tokens, for its one term."""
 
     def keywords(self, last_stage: bool) -> dict[str, Tensor]:
         return {**self.everywhere, **self.at_loss} if last_stage else self.everywhere
@@ -55,11 +55,15 @@ class Passes:
     `begin` is told the name of each phase when the phase begins; nobody listens unless someone takes its place.
     """
 
-    def __init__(self, parts: list[nn.Module], grid: Grid, tied: TiedEmbedding, shapes: dict[str, Any]) -> None:
+    def __init__(
+        self, parts: list[nn.Module], grid: Grid, tied: TiedEmbedding, terms: Sequence[str], shapes: dict[str, Any]
+    ) -> None:
         self._parts, self._grid, self._tied, self._shapes = parts, grid, tied, shapes
+        self._losses = [index for index, name in enumerate(terms) if name.endswith("loss")]
+        self._zeros = torch.zeros(len(terms), device=grid.device)
         self._parameters = [p for part in parts for p in part.parameters()]
         self._schedules: dict[int, Any] = {}
-        self._weight = 1.0
+        self._weights = self._means = self._zeros
         self.begin: Callable[[str], None] = _unwatched
         self._averaged = grid.layout.data if grid.layout.shard > 1 else 1  # FSDP2 divides gradients by this
         self._sum: GradientSum | None = None
@@ -72,67 +76,77 @@ class Passes:
         last = self._grid.index("pipeline") == self._grid.layout.pipeline - 1
         return last and self._grid.index("tensor") == 0
 
-    def counted_tokens(self, batch: Sequence[PassInputs]) -> float:
-        """Tokens of the global batch that the loss counts."""
+    def counted_targets(self, batch: Sequence[PassInputs]) -> Tensor:
+        """Targets of the global batch that each term counts, on the device: nobody waits for the number."""
         counts = [micro.counted for micro in batch if micro.counted is not None]
         if not counts:
-            return float(batch[0].x.numel() * len(batch) * self._grid.layout.data)
-        count = torch.stack(counts).sum().double().to(self._grid.device)
+            everything = float(batch[0].x.numel() * len(batch) * self._grid.layout.data)
+            return torch.full_like(self._zeros, everything)
+        count = torch.stack(counts).sum(0).double().to(self._grid.device, non_blocking=True)
         dist.all_reduce(count, group=self._grid.group("replica", "shard"))
-        return max(float(count), 1.0)
+        return count.clamp(min=1.0)
 
     def gradients(self, batch: Sequence[PassInputs], scale: float) -> Tensor:
-        """This rank's share of the mean loss; afterwards `.grad` holds the gradient of scale × mean loss."""
-        self._weight = scale * self._averaged / self.counted_tokens(batch)
+        """This rank's share of each term's mean; afterwards `.grad` holds the gradient of scale × the sum of losses."""
         if self._sum is not None:
             self._sum.expect(len(batch))
-        total = self._pipelined(batch, True) if self._grid.layout.pipeline > 1 else self._plain(batch, True)
+        means = self._run(batch, scale * self._averaged, True)
         self.begin("communication")
         if self._sum is not None:
             self._sum.wait()
         settle_gradients(self._parameters)
         self._tied.add_up_gradients()
-        return total / (scale * self._averaged) if self.sees_loss else torch.zeros_like(total)
+        return means / (scale * self._averaged)
 
     @torch.no_grad()
-    def loss(self, batch: Sequence[PassInputs]) -> Tensor:
-        """This rank's share of the mean loss, without gradients."""
-        self._weight = 1.0 / self.counted_tokens(batch)
-        total = self._pipelined(batch, False) if self._grid.layout.pipeline > 1 else self._plain(batch, False)
+    def means(self, batch: Sequence[PassInputs]) -> Tensor:
+        """This rank's share of each term's mean, without gradients."""
+        means = self._run(batch, 1.0, False)
         for part in self._parts:
             if isinstance(part, FSDPModule):
                 part.reshard()  # without a backward pass the root would keep its gathered weights
-        return total if self.sees_loss else torch.zeros_like(total)
+        return means
 
-    def _plain(self, batch: Sequence[PassInputs], backward: bool) -> Tensor:
+    def _run(self, batch: Sequence[PassInputs], factor: float, backward: bool) -> Tensor:
+        """All micro batches; factor × this rank's share of the means."""
+        self._weights = (factor / self.counted_targets(batch)).float()
+        self._means = self._zeros
+        if self._grid.layout.pipeline > 1:
+            self._pipelined(batch, backward)
+        else:
+            self._plain(batch, backward)
+        return self._means if self.sees_loss else self._zeros
+
+    def _weigh(self, sums: Tensor) -> Tensor:
+        """The loss of one micro batch from the model's output; notes the terms."""
+        means = sums * self._weights
+        self._means = self._means + means.detach()
+        return torch.stack([means[index] for index in self._losses]).sum()
+
+    def _plain(self, batch: Sequence[PassInputs], backward: bool) -> None:
         (model,) = self._parts
-        total = torch.zeros((), device=self._grid.device)
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule) and backward:
                 model.set_requires_gradient_sync(index == len(batch) - 1)
             self.begin("forward")
-            loss = model(micro.x, **micro.keywords(last_stage=True)).sum() * self._weight
+            loss = self._weigh(model(micro.x, **micro.keywords(last_stage=True)))
             if backward:
                 self.begin("backward")
                 loss.backward()
-            total += loss.detach()
-        return total
 
-    def _pipelined(self, batch: Sequence[PassInputs], backward: bool) -> Tensor:
+    def _pipelined(self, batch: Sequence[PassInputs], backward: bool) -> None:
         schedule = self._schedule(len(batch))
         first = self._grid.index("pipeline") == 0
         last = self._grid.index("pipeline") == self._grid.layout.pipeline - 1
         joined = PassInputs.join(batch)
-        losses: list[Tensor] = []
         run = schedule.step if backward else schedule.eval
         self.begin("forward and backward")
         arguments = (joined.x,) if first else ()
         keywords = joined.keywords(last_stage=last)
         if last:
-            run(*arguments, target=joined.x, losses=losses, **keywords)
+            run(*arguments, target=joined.x, losses=[], **keywords)
         else:
             run(*arguments, **keywords)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._grid.device)
 
     def _schedule(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
@@ -140,7 +154,8 @@ class Passes:
                 self._parts,
                 self._grid,
                 micro_batches=micro_batches,
-                loss=lambda output, _: output.sum() * self._weight,
+                terms=len(self._zeros),
+                loss=lambda output, _: self._weigh(output),
                 **self._shapes,
             )
         return self._schedules[micro_batches]

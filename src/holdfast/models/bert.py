@@ -1,0 +1,185 @@
+"""BERT: an encoder that predicts masked tokens and whether two segments belong together, as one readable module.
+
+Two forms: `megatron` has the norms in front of each block and one at the end, `original` has them after each block and one
+after the embedding. As in `gpt.py` a pipeline stage is the same module with fewer parts and global names. The language model
+head works on the tokens that are to be predicted only, about one in seven: their places are an input, in a fixed number per
+sample, so that shapes never change.
+
+Shapes: B batch, T tokens, P tokens to predict per sample (at most), H hidden, V padded vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from holdfast.config import ModelConfig
+from holdfast.models.layers import MLP, Embedding, Linear, SelfAttention, TransformerLayer, build_norm
+from holdfast.models.loss import Cut, vocabulary_loss
+
+TOKEN_TYPES = 2
+
+
+class PostNormLayer(nn.Module):
+    """Attention and MLP, each added to the residual stream, which is normalised after the addition."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config, causal=False)
+        self.post_attention_layernorm = build_norm(config)
+        self.mlp = MLP(config)
+        self.post_mlp_layernorm = build_norm(config)
+        self.hidden_dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, x_BTH: Tensor, rotary: None = None, mask: Tensor | None = None) -> Tensor:
+        attended = self.self_attention(x_BTH, rotary, mask)
+        x_BTH = self.post_attention_layernorm(x_BTH + self.hidden_dropout(attended))
+        out: Tensor = self.post_mlp_layernorm(x_BTH + self.hidden_dropout(self.mlp(x_BTH)))
+        return out
+
+
+class Encoder(nn.Module):
+    """The layers that are here, by global number, and in Megatron's form after the last one the final norm."""
+
+    def __init__(self, config: ModelConfig, layers: Sequence[int], is_last: bool) -> None:
+        super().__init__()
+        original = config.bert_variant == "original"
+        self.layers = nn.ModuleDict(
+            {str(n): PostNormLayer(config) if original else TransformerLayer(config, causal=False) for n in layers}
+        )
+        if is_last and not original:
+            self.final_layernorm = build_norm(config)
+
+
+class Pooler(nn.Module):
+    """The first token's hidden state, once more transformed: what stands for the whole sample."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        return torch.tanh(self.dense(x_BTH[:, 0]))
+
+
+class LanguageModelHead(nn.Module):
+    """The transform in front of the output matrix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.approximate = "tanh" if config.openai_gelu else "none"
+        self.layer_norm = build_norm(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer_norm(F.gelu(self.dense(x), approximate=self.approximate))
+        return out
+
+
+class OutputBias(nn.Module):
+    """What the tied output matrix has of its own: a bias per token."""
+
+    def __init__(self, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(padded_vocab_size))
+
+
+class BERT(nn.Module):
+    """The whole model, or the stage of it that holds `layers`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        max_positions: int,
+        dtype: torch.dtype = torch.float32,
+        layers: Sequence[int] | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config, self.vocab_size, self.dtype = config, vocab_size, dtype
+        self.is_first, self.is_last = is_first, is_last
+        # Set from outside under tensor parallelism: how the vocabulary, and with sequence parallelism the tokens, are cut.
+        self.vocabulary_cut, self.sequence_cut = Cut(), 1
+        tied = not config.untie_embeddings_and_output_weights
+        if is_first:
+            original = config.bert_variant == "original"
+            self.embedding = Embedding(config, padded_vocab_size, max_positions, TOKEN_TYPES, normed=original)
+        elif is_last and tied:  # the last stage of a pipeline needs only the tied matrix
+            self.embedding = nn.Module()  # type: ignore[assignment]
+            self.embedding.word_embeddings = nn.Embedding(padded_vocab_size, config.hidden_size)
+        self.encoder = Encoder(config, range(config.num_layers) if layers is None else layers, is_last)
+        if not is_last:
+            return
+        self.lm_head = LanguageModelHead(config)
+        self.output_layer = OutputBias(padded_vocab_size) if tied else Linear(config.hidden_size, padded_vocab_size)
+        if not config.bert_no_binary_head:
+            self.pooler = Pooler(config)
+            self.binary_head = Linear(config.hidden_size, 2)
+
+    def output_matrix(self) -> Tensor:
+        """The matrix that turns hidden states into logits: the embedding's own, or a separate one."""
+        if isinstance(self.output_layer, Linear):
+            return self.output_layer.weight
+        return self.embedding.word_embeddings.weight
+
+    def hidden(self, x: Tensor, padding_BT: Tensor | None = None, types_BT: Tensor | None = None) -> Tensor:
+        """Hidden states after the layers that are here. `x` is tokens on the first stage, hidden states on the others.
+
+        `padding_BT` is true where there is a token. Without `types_BT` all tokens are of the first type.
+        """
+        if self.is_first:
+            positions_BT = torch.arange(x.shape[1], device=x.device)[None]
+            x = self.embedding(x, positions_BT, torch.zeros_like(x) if types_BT is None else types_BT, self.dtype)
+        mask = None if padding_BT is None else padding_BT[:, None, None, :]
+        for layer in self.encoder.layers.values():
+            x = layer(x, None, mask)
+        if self.is_last and hasattr(self.encoder, "final_layernorm"):
+            x = self.encoder.final_layernorm(x)
+        return x
+
+    def forward(
+        self,
+        x: Tensor,
+        padding_BT: Tensor | None = None,
+        types_BT: Tensor | None = None,
+        places_BP: Tensor | None = None,
+        labels_BP: Tensor | None = None,
+        weights_BP: Tensor | None = None,
+        is_random_B: Tensor | None = None,
+    ) -> Tensor:
+        """Sums over the batch (last stage): the masked tokens' losses and right predictions, and where there is a binary
+        head the pairs' losses and right predictions. On other stages hidden states for the next one.
+        """
+        x = self.hidden(x, padding_BT, types_BT)
+        if not self.is_last or places_BP is None:
+            return x
+        assert labels_BP is not None and weights_BP is not None
+        cut = self.vocabulary_cut
+        x = cut.whole_tokens(x)
+        chosen = x.gather(1, places_BP[..., None].expand(-1, -1, x.shape[-1]))
+        total, right = vocabulary_loss(
+            cut.same_hidden(self.lm_head(chosen)).flatten(0, 1),
+            cut.rows_here(self.output_matrix()),
+            labels_BP.flatten(),
+            weights_BP.flatten(),
+            self.vocab_size,
+            bias_V=cut.rows_here(self.output_layer.bias),
+            cut=cut,
+        )
+        if self.config.bert_no_binary_head:
+            return torch.stack((total, right))
+        assert is_random_B is not None
+        scores = self.binary_head(self.pooler(x)).to(total.dtype)
+        hits = (scores.argmax(1) == is_random_B).sum().to(total.dtype)
+        return torch.stack((total, right, F.cross_entropy(scores, is_random_B, reduction="sum"), hits))
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of the true vocabulary for every token, and the scores of the binary head."""
+        vocabulary = self.lm_head(hidden) @ self.output_matrix().to(hidden.dtype).T
+        vocabulary = (vocabulary + self.output_layer.bias.to(hidden.dtype))[..., : self.vocab_size]
+        return vocabulary, None if self.config.bert_no_binary_head else self.binary_head(self.pooler(hidden))
