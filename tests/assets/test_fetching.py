@@ -76,6 +76,9 @@ def test_the_first_download_records_a_checksum_that_later_ones_must_meet(server)
     with pytest.raises(HoldfastError, match="recorded at the first download"):
         fetch(url)
     assert not path.exists()
+    server.pages.clear()
+    with pytest.raises(HoldfastError, match="404 Not Found$"):
+        fetch(url)
     server.put("/file", CONTENT)
     assert fetch(url).read_bytes() == CONTENT
 
@@ -95,6 +98,12 @@ def test_offline_gives_what_is_cached_and_otherwise_says_where_it_looked(server,
     with pytest.raises(HoldfastError, match=f"offline: looked in {cache}"):
         fetch(server.put("/other", CONTENT))
     assert len(server.requests) == 1
+
+
+def test_a_lease_time_that_is_no_number_is_wrong_usage(server, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_LEASE_SECONDS", "a minute")
+    with pytest.raises(UsageError, match="HOLDFAST_LEASE_SECONDS"):
+        fetch(server.put("/file", CONTENT))
 
 
 def test_mirrors_are_asked_in_order(server, monkeypatch):

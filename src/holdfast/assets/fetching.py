@@ -93,11 +93,7 @@ def fetch_wanted(
     found = _find(entry, wanted)
     if found:
         return found
-    if (
-        offline
-        if offline is not None
-        else os.environ.get("HOLDFAST_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
-    ):
+    if _is_offline() if offline is None else offline:
         raise HoldfastError(
             f"{cache.without_credentials(wanted.url)} is not cached and this is offline: looked in {entry.folder}; "
             "fetch it once with a network, or set HOLDFAST_CACHE to a folder that has it"
@@ -106,6 +102,10 @@ def fetch_wanted(
         return _bring_or_wait(entry, wanted, Deadline(timeout), announce)
     except OSError as error:
         raise _explained(error, entry, wanted) from error
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HOLDFAST_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 def _find(entry: Entry, wanted: Wanted) -> Fetched | None:
@@ -158,9 +158,9 @@ def _download(
     part = Part(entry.folder / held.lease.part)
     try:
         _inherit(part, predecessor, held)
-        expected = _with_recorded_checksum(entry, wanted)
+        expected, origin = _expected(entry, wanted)
         with progress(f"fetching {wanted.name or cache.name_in_url(wanted.url)}", wanted.size) as bar:
-            Transfer(expected, part, deadline, bar, held.beat, announce).run()
+            Transfer(expected, part, deadline, bar, held.beat, announce, origin).run()
         held.check()
         name = wanted.name or part.about.name
         record = Record(cache.without_credentials(wanted.url), name, part.size, part.sha256())
@@ -169,18 +169,16 @@ def _download(
         held.release()
         raise
     except SourceError as error:
-        message = f"cannot fetch {error}{_hint(entry, wanted)}"
-        part.keep_or_remove()
-        held.release(message)
-        raise HoldfastError(message) from error
+        failure = HoldfastError(f"cannot fetch {error}")
+        _give_up(part, held, str(failure))
+        raise failure from error
     except OSError as error:
         # A full disk gets its room back, and those who wait would meet the same.
         part.remove()
         held.release(str(_explained(error, entry, wanted)) if error.errno in NO_ROOM else None)
         raise
     except BaseException:
-        part.keep_or_remove()
-        held.release()
+        _give_up(part, held, None)
         raise
     finally:
         part.close()
@@ -198,18 +196,20 @@ def _inherit(part: Part, predecessor: Lease | None, held: HeldLease) -> None:
         part.copy_from(part.path.with_name(predecessor.part), trust_all, held.beat)
 
 
-def _with_recorded_checksum(entry: Entry, wanted: Wanted) -> Wanted:
-    """Where nobody published a checksum, the first download recorded one."""
+def _give_up(part: Part, held: HeldLease, error: str | None) -> None:
+    try:
+        part.keep_or_remove()
+    finally:
+        held.release(error)
+
+
+def _expected(entry: Entry, wanted: Wanted) -> tuple[Wanted, str]:
+    """Where nobody published a checksum, the first download recorded one. Also says where the checksum is from."""
     record = entry.record()
     if wanted.sha256 or wanted.changes or record is None:
-        return wanted
-    return replace(wanted, sha256=record.sha256)
-
-
-def _hint(entry: Entry, wanted: Wanted) -> str:
-    if wanted.sha256 or wanted.changes or entry.record() is None:
-        return ""
-    return f" (recorded at the first download; to accept another file remove {entry.folder})"
+        return wanted, ""
+    origin = f" (recorded at the first download; to accept another file remove {entry.folder})"
+    return replace(wanted, sha256=record.sha256), origin
 
 
 def _explained(error: OSError, entry: Entry, wanted: Wanted) -> Exception:

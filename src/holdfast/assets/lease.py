@@ -22,6 +22,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from holdfast.errors import UsageError
+
 PREFIX = ".lease-"
 LEASE_SECONDS = 60.0
 BEAT_SECONDS = 1.0
@@ -34,7 +36,11 @@ class LeaseLost(Exception):
 
 def lease_seconds() -> float:
     """How long a silent holder is believed. Folders with long attribute caches (NFS) may need more than the default."""
-    return float(os.environ.get("HOLDFAST_LEASE_SECONDS", LEASE_SECONDS))
+    given = os.environ.get("HOLDFAST_LEASE_SECONDS", LEASE_SECONDS)
+    try:
+        return float(given)
+    except ValueError:
+        raise UsageError(f"HOLDFAST_LEASE_SECONDS is '{given}', which is no number of seconds") from None
 
 
 @dataclass(frozen=True)

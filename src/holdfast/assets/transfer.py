@@ -53,6 +53,8 @@ class Transfer:
     """Called between blocks and while waiting: shows life, and raises when another process holds the lease now."""
     announce: Callable[[str], None]
     """Called with the URL of every request for bytes."""
+    checksum_origin: str = ""
+    """Where the expected checksum is from, for the message when it is not met."""
 
     def run(self) -> None:
         """Brings the file from the first source that has it."""
@@ -137,7 +139,7 @@ class Transfer:
         if self.wanted.size is not None and part.size != self.wanted.size:
             wrong = f"the file has {part.size} bytes, not {self.wanted.size}"
         elif expected and part.sha256() != expected:
-            wrong = f"the file has sha256 {part.sha256()}, not {expected}"
+            wrong = f"the file has sha256 {part.sha256()}, not {expected}{self.checksum_origin}"
         if not wrong:
             return True
         stitched = part.about.stitched

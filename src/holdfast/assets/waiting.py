@@ -62,7 +62,7 @@ class Watch:
     def _sign_of_life(self, lease: Lease) -> tuple[object, ...]:
         """Changes whenever the holder does something: its part grows, or it touches its lease."""
         signs: list[object] = [lease.number, lease.token]
-        for path in (lease.file_in(self._folder), f"{self._folder}/{lease.part}"):
+        for path in (lease.file_in(self._folder), f"{self._folder}/{lease.part or '.none'}"):
             with suppress(FileNotFoundError):
                 status = os.stat(path)
                 signs += [status.st_size, status.st_mtime_ns]

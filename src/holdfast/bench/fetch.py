@@ -18,7 +18,7 @@ from holdfast.assets import storm
 from holdfast.assets.storm import Announce, IterationReport, Strategy
 from holdfast.errors import UsageError
 
-BIG_FILE = 128 << 20  # bytes
+BIG_FILE = 512 << 20  # bytes
 
 
 def with_filelock(url: str, folder: Path, announce: Announce) -> Path:
@@ -156,15 +156,21 @@ def waiting(ranks: int, rounds: int, big_file: int) -> list[dict[str, Any]]:
     """The holder's time alone and among waiters. The cache is in memory if possible: the disk's moods are not in question."""
     memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else None
-    seconds: dict[int, list[float]] = {1: [], ranks: []}
+    alone: list[IterationReport] = []
+    among: list[IterationReport] = []
     with storm.counting_server({"big.bin": big_file}, 0.0) as server:
         for _ in range(rounds):
-            for count in seconds:
+            for count, reports in ((1, alone), (ranks, among)):
                 with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=folder) as work:
-                    report = storm.run_iteration(storm.holdfast, count, server, Path(work))
-                seconds[count].append(report.holder_seconds)
-    ratio = statistics.median(many / one for one, many in zip(seconds[1], seconds[ranks], strict=True))
+                    reports.append(storm.run_iteration(storm.holdfast, count, server, Path(work), check=False))
     return [
-        {"processes": count, "holder's s": statistics.median(values), "/ alone": 1.0 if count == 1 else ratio}
-        for count, values in seconds.items()
+        {
+            "processes": count,
+            "holder's s": statistics.median(one.holder_seconds for one in reports),
+            "/ alone": statistics.median(
+                one.holder_seconds / base.holder_seconds for one, base in zip(reports, alone, strict=True)
+            ),
+            "waiters' CPU s": statistics.median(one.waiters_cpu_seconds for one in reports),
+        }
+        for count, reports in ((1, alone), (ranks, among))
     ]
