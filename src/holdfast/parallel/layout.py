@@ -141,6 +141,10 @@ def check_layout(config: Config, layout: Layout) -> None:
         problems.append("num_virtual_stages_per_pipeline_rank needs pipeline_model_parallel_size > 1")
     if layout.virtual > 1 and (train.global_batch_size or portion) // portion % layout.pipeline:
         problems.append("the interleaved schedule needs a number of micro batches divisible by the pipeline size")
+    if layout.context > 1:
+        problems.append(
+            "context_parallel_size > 1 is not supported; use sequence_parallel and recompute for long sequences"
+        )
     if train.fp16 and train.bf16:
         problems.append("fp16 and bf16 exclude each other")
     if len(train.rampup_batch_size) not in (0, 3):

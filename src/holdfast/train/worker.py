@@ -44,8 +44,6 @@ def _run(config: Config) -> Outcome:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
     torch.set_float32_matmul_precision("high")
     layout = layout_of(config.parallel, int(os.environ["WORLD_SIZE"]))
-    if layout.context > 1 and device.type != "cuda":
-        raise HoldfastError("context_parallel_size > 1 needs CUDA: torch has no rule for it on the CPU")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),

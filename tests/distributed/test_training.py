@@ -1,0 +1,149 @@
+"""What a run does besides its losses: memory per rank, precision, overfitting, start-up by torchrun, failures of a rank."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.config import OptimizerConfig, ParallelConfig, TrainConfig, read_config
+from holdfast.data.indexed import IndexedDatasetBuilder
+from holdfast.journal import read_journal
+from holdfast.parallel.cut import cut_and_fill
+from holdfast.parallel.layout import layout_of, padded_vocab_size
+from holdfast.parallel.mesh import build_grid
+from tests.corpus import VOCABULARY, write_dataset
+from tests.distributed.test_layouts import assert_same_curve, tiny, train_on
+from tests.gloo import spawn_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def alone(prefix, tmp_path_factory):
+    return train_on(1, tiny(prefix, tmp_path_factory.mktemp("alone") / "run"), ParallelConfig())
+
+
+def hold_345m() -> tuple[int, int, int]:
+    """Bytes of parameters on this rank, of the whole model, and how much the process grew while it was built."""
+    from holdfast.models.gpt import GPT
+
+    config = read_config(Path(__file__).parents[2] / "configs" / "gpt2_345m.toml")
+    torch.distributed.init_process_group("gloo")
+    layout = layout_of(ParallelConfig(tensor_model_parallel_size=2), 2)
+    grid = build_grid(layout, torch.device("cpu"))
+    assert config.model.vocab_size is not None
+    padded = padded_vocab_size(config.model.vocab_size, config.model, 2)
+    with torch.device("meta"):
+        model = GPT(config.model, vocab_size=config.model.vocab_size, padded_vocab_size=padded, max_positions=1024)
+    whole = sum(p.numel() for p in model.parameters()) * 4
+    before = resident()
+    cut_and_fill(
+        model,
+        grid,
+        lambda name, shape: torch.zeros(()).expand(shape),
+        sequence_parallel=True,
+        recompute="none",
+        compiled=False,
+        dtype=torch.float32,
+    )
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)  # touches every page
+    grown = resident() - before
+    here = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters()) * 4
+    torch.distributed.destroy_process_group()
+    return here, whole, grown
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_tensor_parallel_rank_of_the_345m_model_never_holds_more_than_its_share():
+    for here, whole, grown in spawn_ranks(2, hold_345m):
+        assert whole > 1_400_000_000
+        assert here < 0.51 * whole
+        assert grown < 0.6 * whole
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputed_activations_change_nothing(granularity, prefix, alone, tmp_path):
+    config = tiny(prefix, tmp_path / "run")
+    config = replace(config, train=replace(config.train, recompute_granularity=granularity))
+    assert_same_curve(train_on(1, config, ParallelConfig()), alone, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_the_fp32_curve(precision, prefix, alone, tmp_path):
+    config = tiny(prefix, tmp_path / "run")
+    train = replace(config.train, bf16=precision == "bf16", fp16=precision == "fp16")
+    config = replace(config, train=train, optimizer=replace(config.optimizer, initial_loss_scale=1024.0))
+    found = train_on(2, config, ParallelConfig())
+    for ours, exact in zip(found, alone, strict=True):
+        assert ours["loss"] == pytest.approx(exact["loss"], rel=2e-2), exact["iteration"]
+    assert ("loss_scale" in found[-1]) == (precision == "fp16")
+
+
+def test_a_hundred_sentences_are_learnt_by_heart(tmp_path):
+    random = np.random.default_rng(3)
+    builder = IndexedDatasetBuilder(tmp_path / "sentences", np.uint16)
+    for _ in range(100):
+        builder.add_document(random.integers(1, VOCABULARY, int(random.integers(8, 17))))
+    builder.finalize()
+    config = tiny(tmp_path / "sentences", tmp_path / "run")
+    config = replace(
+        config,
+        model=replace(config.model, num_layers=2, hidden_size=128),
+        data=replace(config.data, split="100,0,0", seq_length=32),
+        train=TrainConfig(train_iters=300, micro_batch_size=32, global_batch_size=32, eval_interval=0, save=str(tmp_path / "run")),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_warmup_iters=20, weight_decay=0.0, adam_beta2=0.99),
+    )  # fmt: skip
+    assert min(record["loss"] for record in train_on(1, config, ParallelConfig())) < 0.1
+
+
+def flags(prefix: Path, save: Path) -> list[str]:
+    words = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --split 90,10,0 --micro-batch-size 2 "
+        f"--global-batch-size 4 --train-iters 4 --eval-interval 0 --no-tensorboard --vocab-size {VOCABULARY}"
+    )
+    return [*words.split(), "--data-path", str(prefix), "--save", str(save)]
+
+
+def test_plain_torchrun_starts_the_same_run(prefix, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "holdfast.train"]
+    subprocess.run([*torchrun, *flags(prefix, tmp_path / "torchrun")], check=True, capture_output=True, timeout=300)
+    ours = [sys.executable, "-m", "holdfast.cli", "train", "--nproc-per-node", "2"]
+    subprocess.run([*ours, *flags(prefix, tmp_path / "ours")], check=True, capture_output=True, timeout=300)
+    curves = [
+        [record["loss"] for record in read_journal(tmp_path / name / "metrics.jsonl")] for name in ("torchrun", "ours")
+    ]
+    assert curves[0] == curves[1] and len(curves[0]) == 4
+
+
+def test_a_failing_rank_is_named_once_with_its_cause(prefix, tmp_path):
+    """Rank 1 raises in its first step, every time; the others' consequences are not shown as causes."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import holdfast.train.loop as loop\n"
+        "    def broken(self): raise RuntimeError('the sample is cursed')\n"
+        "    loop._Run.one_step = broken\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "holdfast.cli", "train", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run(
+        [*command, *flags(prefix, tmp_path / "run")], capture_output=True, text=True, timeout=400, env=environment
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("holdfast: error: gave up after 1 restarts")
+    assert last.count("the sample is cursed") == 2 and "rank 1" in last, done.stderr
