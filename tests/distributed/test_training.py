@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config import OptimizerConfig, ParallelConfig, TrainConfig, read_config
+from holdfast.config import OptimizerConfig, ParallelConfig, read_config
 from holdfast.data.indexed import IndexedDatasetBuilder
 from holdfast.journal import read_journal
 from holdfast.parallel.cut import cut_and_fill
@@ -104,9 +104,9 @@ def test_a_hundred_sentences_are_learnt_by_heart(tmp_path):
         config,
         model=replace(config.model, num_layers=2, hidden_size=128),
         data=replace(config.data, split="100,0,0", seq_length=32),
-        train=TrainConfig(train_iters=300, micro_batch_size=32, global_batch_size=32, eval_interval=0, save=str(tmp_path / "run")),
+        train=replace(config.train, train_iters=300, micro_batch_size=32, global_batch_size=32, eval_interval=0),
         optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_warmup_iters=20, weight_decay=0.0, adam_beta2=0.99),
-    )  # fmt: skip
+    )
     assert min(record["loss"] for record in train_on(1, config, ParallelConfig())) < 0.1
 
 
