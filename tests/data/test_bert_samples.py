@@ -279,6 +279,7 @@ def test_tokenizer_without_mask_is_refused(tmp_path: Path) -> None:
 def test_counters_are_frozen_and_even() -> None:
     # A change of these words would change the samples of every run that is under way.
     assert random_words(1234, 2, 5, 2).tolist() == [[15964261003479434728, 15751022338043238285]]
+    np.testing.assert_array_equal(random_words(7, 3, np.array([0, 5, 2**40]), 4)[1:2], random_words(7, 3, 5, 4))
     draws = uniform(random_words(1, 3, np.arange(2000), 50))
     assert abs(draws.mean() - 0.5) < 4 * np.sqrt(1 / 12 / draws.size)
     assert abs(np.corrcoef(draws[:-1, 0], draws[1:, 0])[0, 1]) < 0.1

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from holdfast.data.counters import random_words, uniform
 
-CHOOSE, REPLACE = 2, 3  # purposes of the random words
+CHOOSE, RUN_LENGTH, REPLACE = 2, 6, 3  # purposes of the random words
 MASKED, RANDOM = 0.8, 0.1
 
 
@@ -66,18 +66,19 @@ def _choose(
     words = len(starts)
     if not words:
         return np.empty(0, dtype=np.int64)
-    draws = random_words(seed, CHOOSE, sample, 2 * words + 1)[0]
+    draws = random_words(seed, CHOOSE, sample, words + 1)[0]
     wanted = count * masking.probability
     limit = max(1, int(wanted) + bool(uniform(draws[-1:])[0] < wanted % 1))
-    weights = np.cumsum(1.0 / np.arange(1, masking.max_ngrams + 1))
-    lengths = 1 + np.searchsorted(weights, uniform(draws[words:-1]) * weights[-1], side="right")
+    order = np.argsort(draws[:words])
+    if words == count and masking.max_ngrams == 1:
+        return np.sort(order[:limit])  # what the loop below comes to when every word is one token
+    runs = _run_lengths(words, masking.max_ngrams, seed, sample)
     edges = [*starts.tolist(), count]
-    run_lengths = lengths.tolist()
     taken: set[int] = set()
-    for word in np.argsort(draws[:words]).tolist():
+    for word in order.tolist():
         if len(taken) >= limit:
             break
-        run = min(run_lengths[word], words - word)
+        run = min(runs[word], words - word)
         # A run that is too long is shortened; if its first word alone is too long, the next candidate is tried.
         while run and edges[word + run] - edges[word] > limit - len(taken):
             run -= 1
@@ -85,3 +86,11 @@ def _choose(
         if taken.isdisjoint(indices):
             taken.update(indices)
     return np.array(sorted(taken), dtype=np.int64)
+
+
+def _run_lengths(words: int, longest: int, seed: int, sample: int) -> list[int]:
+    """How many words are masked together from each word on: n with weight 1/n."""
+    weights = np.cumsum(1.0 / np.arange(1, longest + 1))
+    draws = uniform(random_words(seed, RUN_LENGTH, sample, words))[0]
+    lengths: list[int] = (1 + np.searchsorted(weights, draws * weights[-1], side="right")).tolist()
+    return lengths
