@@ -47,7 +47,8 @@ def test_right_conversions_verify(tmp_path, family, to):
     spec = Spec(swiglu=True, groups=2) if family == "llama" else Spec(family=family)
     names = "mcore" if family == "llama" else "legacy"
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(2)), 3.0, 2, 2, 1, names)
-    report = run_conversion(source, tmp_path / "out", to, Options(true_vocab_size=spec.vocab, verify=True))
+    options = Options(true_vocab_size=spec.vocab, verify=True, megatron_names=names)
+    report = run_conversion(source, tmp_path / "out", to, options)
     assert report.verification["exact"] is (to != "holdfast")
     assert report.verification["largest_difference"] < 1e-12 and report.verification["checksums"] > 20
 

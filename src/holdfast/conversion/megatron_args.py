@@ -37,7 +37,7 @@ _HARMLESS: dict[str, Any] = {
 
 
 def architecture_from_args(
-    args: Mapping[str, Any], tensors: Mapping[str, Tensor], family: Literal["gpt", "bert"]
+    args: Mapping[str, Any], tensors: Mapping[str, Tensor], family: Literal["gpt", "bert"], mcore: bool
 ) -> Architecture:
     """The architecture that `args` describe. Shapes are checked against it afterwards."""
     _refuse_unknown_functions(args)
@@ -51,8 +51,9 @@ def architecture_from_args(
         _cannot("position_embedding_type", positions)
     if rope and args.get("rotary_percent", 1.0) != 1.0:
         _cannot("rotary_percent", args.get("rotary_percent"))
-    fused = args.get("bias_gelu_fusion") is True
-    tanh = fused or args.get("openai_gelu") is True
+    # Megatron-core does not look at openai_gelu; its fused GELU is the tanh form, and BERT's head never is.
+    openai = args.get("openai_gelu") is True and not mcore
+    tanh = openai or args.get("bias_gelu_fusion") is True
     first = f"{'decoder' if family == 'gpt' else 'encoder'}.layers.0."
     return Architecture(
         family=family,
@@ -71,7 +72,7 @@ def architecture_from_args(
         else 128,
         norm_epsilon=_real(args, "norm_epsilon", _real(args, "layernorm_epsilon", 1e-5)),
         activation="swiglu" if swiglu else "gelu_tanh" if tanh else "gelu",
-        head_activation="gelu_tanh" if args.get("openai_gelu") is True else "gelu",
+        head_activation="gelu_tanh" if openai else "gelu",
         normalization="RMSNorm" if args.get("normalization") == "RMSNorm" else "LayerNorm",
         positions="rope" if rope else "learned_absolute",
         rotary_base=_real(args, "rotary_base", 10000.0),
@@ -170,7 +171,7 @@ def true_size_of_release(arch: Architecture) -> tuple[int | None, str]:
 
 
 def args_for(
-    arch: Architecture, true_size: int, padded: int, tensor_parallel: int, pipeline_parallel: int
+    arch: Architecture, true_size: int, padded: int, tensor_parallel: int, pipeline_parallel: int, mcore: bool
 ) -> dict[str, Any]:
     """Plain values, under the names that Megatron's loader and --use-checkpoint-args look for."""
     swiglu, tanh = arch.activation == "swiglu", arch.activation == "gelu_tanh"
@@ -205,8 +206,9 @@ def args_for(
         "apply_residual_connection_post_layernorm": False,
         "swiglu": swiglu,
         "squared_relu": False,
-        "openai_gelu": tanh and arch.head_activation == "gelu_tanh" if arch.family == "bert" else tanh,
-        "bias_gelu_fusion": tanh,
+        "openai_gelu": not mcore
+        and (arch.head_activation if arch.family == "bert" else arch.activation) == "gelu_tanh",
+        "bias_gelu_fusion": tanh and (mcore or (arch.family == "bert" and arch.head_activation == "gelu")),
         "onnx_safe": None,
         "add_bias_linear": arch.bias,
         "add_qkv_bias": arch.qkv_bias,

@@ -148,7 +148,7 @@ def read_megatron(path: Path, heads: int | None = None, version: float | None = 
         tensors = {re.sub(r"^decoder\.", "encoder.", name): tensor for name, tensor in tensors.items()}
     notes = [version_note] if version_note else []
     if args:
-        arch = architecture_from_args(args, tensors, family)
+        arch = architecture_from_args(args, tensors, family, mcore)
         true_size, said_by = true_size_from_args(args, arch.padded_vocab_size, width)
     else:
         arch, found = architecture_from_shapes(tensors, family, heads)

@@ -66,7 +66,7 @@ def read_torch_dist(path: Path, heads: int | None = None) -> Model:
         }
     notes: list[str] = []
     if args:
-        arch = architecture_from_args(args, tensors, family)
+        arch = architecture_from_args(args, tensors, family, mcore=True)
         width = args.get("tensor_model_parallel_size")
         true_size, said_by = true_size_from_args(args, arch.padded_vocab_size, width if type(width) is int else 1)
     else:
