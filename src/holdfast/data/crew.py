@@ -90,8 +90,11 @@ class Crew:
         try:
             return connection.recv()
         except (EOFError, ConnectionError) as error:
+            # The first process of the crew learns how the others ended; it looks when its own connection is closed.
+            for one in self._connections:
+                one.close()
             try:
-                status = self._process.wait(10)
+                status = self._process.wait(60)
             except subprocess.TimeoutExpired:
                 status = 0
             killer = -status if status < 0 else status - 128

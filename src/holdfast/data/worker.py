@@ -1,7 +1,7 @@
 """A worker of `preprocess`: takes units from its connection, writes each as a part, answers with what the part holds.
 
-Started as a new interpreter that calls `main`, with a pickled Job on standard input: it loads the tokenizer once
-and forks a worker per connection, so a crowd of workers shares one copy of it and the caller's own process is never forked.
+Started as a new interpreter that calls `main`, with a pickled Job on standard input: it loads the tokenizer once and forks
+the other workers, so that a crowd of them shares one copy of it and the caller's own process is never forked.
 The invariant: a worker lives no longer than the other end of its connection, and a part that is answered for is complete.
 """
 
@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -179,36 +178,37 @@ def _resident_bytes() -> int:
 
 def main() -> int:
     """The life of the process that a Crew starts; its arguments are the descriptors of the connections."""
-    descriptors = [int(word) for word in sys.argv[1:]]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    own, *others = [int(word) for word in sys.argv[1:]]
     job: Job = pickle.load(sys.stdin.buffer)
     tokenizer = Tokenizer(job.recipe, job.engine)  # type: ignore[arg-type]
     gc.freeze()
-    children = set()
-    for descriptor in descriptors:
+    children = []
+    for descriptor in others:
         child = os.fork()
         if child == 0:
-            _be_worker(job, tokenizer, descriptor, [other for other in descriptors if other != descriptor])
-        children.add(child)
-    for descriptor in descriptors:
+            for other in (own, *others):
+                if other != descriptor:
+                    os.close(other)
+            os._exit(_be_worker(job, tokenizer, descriptor))
+        children.append(child)
+    for descriptor in others:
         os.close(descriptor)
-    while children:
-        child, code = os.wait()
-        children.remove(child)
+    # This process works, too: one that only waited would hold the memory of a worker for nothing.
+    status = _be_worker(job, tokenizer, own)
+    for child in children:
+        _, code = os.waitpid(child, 0)
         if code:
-            for other in children:
-                os.kill(other, signal.SIGKILL)
-            return 128 + os.WTERMSIG(code) if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
-    return 0
+            status = 128 + os.WTERMSIG(code) if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
+    return status
 
 
-def _be_worker(job: Job, tokenizer: Tokenizer, descriptor: int, others: Sequence[int]) -> None:
-    for other in others:
-        os.close(other)
+def _be_worker(job: Job, tokenizer: Tokenizer, descriptor: int) -> int:
     try:
         serve(job, tokenizer, Connection(descriptor))
-    except (EOFError, ConnectionError, BrokenPipeError):
-        os._exit(0)
+    except (EOFError, ConnectionError):
+        return 0
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
+        return 1
+    raise AssertionError("serve ends with its connection")
