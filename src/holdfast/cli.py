@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "holdfast.generation.command:generate_command",
         "text from a run, a checkpoint or a Hugging Face folder",
     ),
+    "report": ("holdfast.report.command:report_command", "a page with a run's curves, snapshots, failures and resumes"),
     "launch slurm": ("holdfast.launch.command:launch_slurm", "submit a Slurm job that comes back by itself"),
     "launch kubernetes": ("holdfast.launch.command:launch_kubernetes", "render or apply a Kubernetes job"),
     "launch dask": ("holdfast.launch.command:launch_dask", "preprocess on the workers of a Dask cluster"),

@@ -1,0 +1,1 @@
+"""A run as one page: what its folder says, drawn without anything from elsewhere."""

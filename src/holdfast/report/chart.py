@@ -1,0 +1,183 @@
+"""Charts as inline SVG: lines over iterations with ticks at round numbers, and events over time. Colours come from the page."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from holdfast.report.reading import Series
+
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 26
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series as it is drawn. `style` is a class of the page's style sheet."""
+
+    name: str
+    points: Series
+    style: str
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at an iteration: a vertical line with a text that shows on hovering."""
+
+    x: float
+    style: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over iterations."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    marks: Sequence[Mark] = ()
+    height: int = 200
+    width: int = 480
+    from_zero: bool = False
+    hint: str = field(default="")
+
+    def svg(self) -> str:
+        points = [point for line in self.lines for point in line.points]
+        if not points:
+            return '<p class="empty">nothing logged yet</p>'
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        across = Scale(min(xs), max(xs), LEFT, self.width - RIGHT)
+        low, high = (0.0 if self.from_zero else min(ys)), max(ys)
+        if low == high:
+            low, high = low - (abs(low) or 1) * 0.1, high + (abs(high) or 1) * 0.1
+        ticks = round_ticks(low, high, 5 if self.height >= 240 else 4)
+        up = Scale(min(low, ticks[0]), max(high, ticks[-1]), self.height - BOTTOM, TOP)
+        parts = [self._grid(across, up, ticks)]
+        for mark in self.marks:
+            if across.low <= mark.x <= across.high:
+                x = across(mark.x)
+                parts.append(
+                    f'<g class="mark {mark.style}"><line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{self.height - BOTTOM}"/>'
+                    f'<circle cx="{x:.1f}" cy="{TOP}" r="4"/><title>{escape(mark.text)}</title></g>'
+                )
+        parts += [draw_line(line, across, up) for line in self.lines]
+        parts.append('<g class="cursor" visibility="hidden"><line y1="0" y2="0"/></g>')
+        return (
+            f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}"'
+            f' data-chart="{escape(json.dumps(self._data(across)))}">{"".join(parts)}</svg>'
+        )
+
+    def _grid(self, across: "Scale", up: "Scale", ticks: list[float]) -> str:
+        parts = []
+        for tick in ticks:
+            y = up(tick)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{short(tick)}</text>')
+        base = self.height - BOTTOM
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{base}" y2="{base}"/>')
+        for tick in round_ticks(across.low, across.high, 6 if self.width > 600 else 4, whole=True):
+            if across.low <= tick <= across.high:
+                parts.append(
+                    f'<text class="tick" x="{across(tick):.1f}" y="{base + 17}" text-anchor="middle">{tick:,.0f}</text>'
+                )
+        return "".join(parts)
+
+    def _data(self, across: "Scale") -> dict[str, Any]:
+        """What the page needs to tell the values under the pointer."""
+        lines = [
+            {"name": line.name, "style": line.style, "points": [[x, float(f"{y:.6g}")] for x, y in line.points]}
+            for line in self.lines
+        ]
+        plot = [across.start, across.end, TOP, self.height - BOTTOM]
+        return {"unit": self.unit, "x": [across.low, across.high], "plot": plot, "lines": lines}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from low to high on pixels from start to end."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        share = (value - self.low) / span if span else 0.5
+        return self.start + share * (self.end - self.start)
+
+
+def draw_line(line: Line, across: Scale, up: Scale) -> str:
+    places = [(across(x), up(y)) for x, y in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    drawn = f'<polyline class="line {line.style}" points="{path}"/>' if len(places) > 1 else ""
+    if line.dots or len(places) == 1:
+        drawn += "".join(f'<circle class="dot {line.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places)
+    return drawn
+
+
+def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten apart) that span low to high."""
+    rough = (high - low) / max(about, 1) or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    if whole:
+        step = max(1.0, float(round(step)))
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+
+
+def short(value: float) -> str:
+    """A number in little room: 12.3k, 1.2M, 3e-04."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if letter == 'k' else limit):.4g}{letter}"
+    return f"{value:.4g}" if size >= 1e-3 else f"{value:.3g}".replace("e-0", "e-")
+
+
+def timeline(
+    lanes: Sequence[tuple[str, str, Sequence[tuple[float, str]]]], start: float, end: float, width: int = 980
+) -> str:
+    """Events over time, a lane per kind: (label, style, [(seconds since the epoch, text)])."""
+    left, row = 96, 28
+    height = row * len(lanes) + 30
+    across = Scale(start, max(end, start + 1), left + 10, width - 20)
+    parts = []
+    for number, (label, style, events) in enumerate(lanes):
+        y = row * number + 16
+        parts.append(f'<line class="grid" x1="{left}" x2="{width - 10}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="lane" x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(label)}</text>')
+        for moment, text in events:
+            parts.append(
+                f'<circle class="event {style}" cx="{across(moment):.1f}" cy="{y}" r="6"><title>{escape(text)}</title></circle>'
+            )
+    for tick in duration_ticks(across.high - start):
+        x = across(start + tick)
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 8}" text-anchor="middle">{duration(tick)}</text>')
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="events over time">{"".join(parts)}</svg>'
+
+
+def duration_ticks(seconds: float) -> list[float]:
+    steps = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
+    step = next((step for step in steps if seconds / step <= 8), 86400 * math.ceil(seconds / 86400 / 8))
+    return [float(number * step) for number in range(int(seconds // step) + 1)]
+
+
+def duration(seconds: float) -> str:
+    """3.2 s, 4 min 05 s, 2 h 03 min, 5 d 01 h."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, whole = int(seconds // 60), int(seconds % 60)
+    if minutes < 60:
+        return f"{minutes} min" + (f" {whole:02d} s" if whole else "")
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h" + (f" {minutes:02d} min" if minutes else "")
+    return f"{hours // 24} d {hours % 24:02d} h"
