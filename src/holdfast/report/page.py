@@ -258,9 +258,7 @@ def _configuration(config: Config | None) -> str:
         "vocabulary": f"{config.model.vocab_size or '–'}",
         "data": ", ".join(str(part) for part in config.data.data_path) or "–",
         "seed": str(train.seed),
-        "snapshots": f"every {config.snapshot.snapshot_interval} steps"
-        if config.snapshot.snapshot_interval
-        else "none",
+        "snapshots": {0: "none", 1: "after every step"}.get(interval, f"every {interval} steps"),
     }
     listed = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items())
     whole = (
