@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_oracle import megatron_bert_samples, write_sequences
+from tests.data.megatron_oracle import megatron_bert_samples, write_sequences
 
 from holdfast.data.bert_index import map_epoch
 from holdfast.data.bert_samples import BertRules, BertSamples, BertVocabulary, build_bert_splits, trim_pair

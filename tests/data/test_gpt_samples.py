@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_oracle import megatron_gpt_splits, write_dataset, write_sequences
+from tests.data.megatron_oracle import megatron_gpt_splits, write_dataset, write_sequences
 
 from holdfast.data.blend import BlendedSamples
 from holdfast.data.gpt_index import plan_epochs

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_oracle import megatron_gpt_splits, write_dataset
+from tests.data.megatron_oracle import megatron_gpt_splits, write_dataset
 
 from holdfast.data.gpt_samples import GPTSamples
 from holdfast.data.loader import Batches, DocumentRules, MicroBatch
