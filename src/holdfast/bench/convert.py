@@ -6,6 +6,7 @@ the process itself.
 """
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -133,6 +134,7 @@ def run(
     if "torch" in against:
         contenders["torch"] = (TORCH, [heads])
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    cpu: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=folder) as work:
         source = write_release(Path(work), layers, hidden_size)
@@ -151,26 +153,38 @@ def run(
                         "--true-vocab-size",
                         str(VOCABULARY),
                     ]
-                taken, peak = _time(program, arguments, Path(work))
+                taken, worked, peak = _time(program, arguments, Path(work))
                 seconds[name].append(taken)
+                cpu[name].append(worked)
                 peaks[name] = max(peaks.get(name, 0), peak)
                 subprocess.run(["rm", "-rf", str(target)], check=True)
-    rows = []
-    for name, times in seconds.items():
-        ratio = statistics.median(own / copy for own, copy in zip(times, seconds["copy"], strict=True))
-        row = {"contender": name, "median s": statistics.median(times), "× copy": ratio, "peak RSS MB": peaks[name]}
-        rows.append({**row, "GB/s": size / statistics.median(times) / 1e9})
-    return {f"{layers} × {hidden_size}, fp16, {size / 1e6:,.0f} MB, {rounds} rounds": rows}
+    title = f"{layers} × {hidden_size}, fp16, {size / 1e6:,.0f} MB, {rounds} rounds"
+    return {title: [_row(name, seconds, cpu, peaks[name]) for name in contenders]}
 
 
-def _time(program: str, arguments: list[str], work: Path) -> tuple[float, float]:
-    """Seconds and peak megabytes of one process."""
+def _row(name: str, seconds: dict[str, list[float]], cpu: dict[str, list[float]], peak: float) -> dict[str, Any]:
+    ratios = [own / copy for own, copy in zip(seconds[name], seconds["copy"], strict=True)]
+    return {
+        "contender": name,
+        "median s": statistics.median(seconds[name]),
+        "× copy": statistics.median(ratios),
+        "best × copy": min(ratios),
+        "CPU s": statistics.median(cpu[name]),
+        "peak RSS MB": peak,
+    }
+
+
+def _time(program: str, arguments: list[str], work: Path) -> tuple[float, float, float]:
+    """Seconds, CPU seconds and peak megabytes of one process."""
     peak = work / "peak"
     command = [sys.executable, "-c", PEAK.format(peak=str(peak)) + program, *arguments]
     os.sync()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begin = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     taken = time.perf_counter() - begin
     if done.returncode:
         raise HoldfastError(f"a contender failed: {done.stderr.strip()[-500:]}")
-    return taken, int(peak.read_text()) / 1000
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    worked = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return taken, worked, int(peak.read_text()) / 1000

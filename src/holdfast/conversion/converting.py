@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.conversion.model import Model, with_vocabulary
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan, write_plan
-from holdfast.conversion.tokenizer_files import TokenizerFiles, read_tokenizer
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.publish import publish_folder
+
+if TYPE_CHECKING:
+    from holdfast.conversion.tokenizer_files import TokenizerFiles
 
 Target = Literal["hf", "megatron", "holdfast"]
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -77,7 +79,7 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
     return Report(destination, model.origin, plan.nbytes, count, [*model.notes, *plan.notes], verification)
 
 
-def settle_vocabulary(model: Model, options: Options) -> tuple[Model, TokenizerFiles | None]:
+def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "TokenizerFiles | None"]:
     """The true vocabulary size and the tokenizer's files, from the flags first, then from what the source names."""
     arch = model.architecture
     named = any((options.vocab_file, options.merge_file, options.tokenizer_model))
@@ -91,6 +93,8 @@ def settle_vocabulary(model: Model, options: Options) -> tuple[Model, TokenizerF
     if named or all(
         Path(given[key]).exists() for key in ("vocab_file", "merge_file", "tokenizer_model") if given.get(key)
     ):
+        from holdfast.conversion.tokenizer_files import read_tokenizer
+
         tokenizer = read_tokenizer(
             given.get("vocab_file"),
             given.get("merge_file"),
@@ -109,7 +113,7 @@ def settle_vocabulary(model: Model, options: Options) -> tuple[Model, TokenizerF
     return model, tokenizer
 
 
-def _plan(model: Model, tokenizer: TokenizerFiles | None, to: Target, options: Options) -> Plan:
+def _plan(model: Model, tokenizer: "TokenizerFiles | None", to: Target, options: Options) -> Plan:
     dtype = DTYPES[options.dtype] if options.dtype else None
     if to == "hf":
         from holdfast.conversion.huggingface_write import plan_huggingface

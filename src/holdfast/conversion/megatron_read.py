@@ -174,9 +174,15 @@ def read_megatron(path: Path, heads: int | None = None, version: float | None = 
         regions=[rank.file.region for rank in ranks],
         tokenizer=tokenizer_of(args),
     )  # fmt: skip
-    if true_size is not None:
-        model = with_vocabulary(model, true_size, said_by)
-        model.notes.append(f"true vocabulary size {true_size}, from {said_by}")
+    return said_vocabulary(model, true_size, said_by)
+
+
+def said_vocabulary(model: Model, true_size: int | None, said_by: str) -> Model:
+    """The model with the vocabulary size that something in the checkpoint says, and a note of what said it."""
+    if true_size is None:
+        return model
+    model = with_vocabulary(model, true_size, said_by)
+    model.notes.append(f"true vocabulary size {true_size}, from {said_by}")
     return model
 
 

@@ -12,8 +12,14 @@ from typing import Any, Literal
 from holdfast.conversion.archives import StoredTensor, load_torch
 from holdfast.conversion.megatron_args import architecture_from_args, architecture_from_shapes, true_size_from_args
 from holdfast.conversion.megatron_names import canonical_name
-from holdfast.conversion.megatron_read import _iteration_folder, drop_tied_copy, split_gate, tokenizer_of
-from holdfast.conversion.model import WORD_EMBEDDINGS, Model, check_complete, with_vocabulary
+from holdfast.conversion.megatron_read import (
+    _iteration_folder,
+    drop_tied_copy,
+    said_vocabulary,
+    split_gate,
+    tokenizer_of,
+)
+from holdfast.conversion.model import WORD_EMBEDDINGS, Model, check_complete
 from holdfast.conversion.pickles import Record, attributes, load_pickle, plain_attributes
 from holdfast.conversion.tensors import Piece, Tensor
 from holdfast.conversion.zips import Region, map_file
@@ -39,25 +45,7 @@ def read_torch_dist(path: Path, heads: int | None = None) -> Model:
     named = {name: name.removeprefix("model.") for name in reader.chunks if not _NOT_WEIGHTS.match(name)}
     family: Literal["gpt", "bert"] = "bert" if any("tokentype" in name for name in named) else "gpt"
     stack = "decoder" if family == "gpt" else "encoder"
-    tensors: dict[str, Tensor] = {}
-    for name, plain in named.items():
-        canonical = canonical_name(plain, stack)
-        if canonical is None:
-            continue
-        if re.match(rf"{stack}\.layers\.\D", canonical):
-            rest = canonical.removeprefix(f"{stack}.layers.")
-            if len(reader.shapes[name]) < 2 or reader.shapes[name][0] > MAX_LAYERS:
-                raise HoldfastError(
-                    f"{folder}: {name} has the shape {reader.shapes[name]}, which no stack of layers has"
-                )
-            for layer in range(reader.shapes[name][0]):
-                tensors[f"{stack}.layers.{layer}.{rest}"] = reader.tensor(name, layer)
-        else:
-            tensors[canonical] = reader.tensor(name)
-            if not tensors[canonical].shape:
-                raise HoldfastError(f"{folder}: {name} is a single number, where weights are expected")
-    if WORD_EMBEDDINGS not in tensors:
-        raise HoldfastError(f"{folder}: {WORD_EMBEDDINGS} is missing")
+    tensors = _tensors(reader, named, stack, folder)
     if args.get("swiglu") is True:
         tensors = {
             new: tensor
@@ -83,9 +71,7 @@ def read_torch_dist(path: Path, heads: int | None = None) -> Model:
         notes=notes,
         facts={
             "kind": "torch_dist",
-            "checkpoint_version": common.get("checkpoint_version")
-            if isinstance(common.get("checkpoint_version"), float)
-            else 3.0,
+            "checkpoint_version": 3.0,
             "chunk_files": len(reader.files),
             "args": bool(args),
             "optimizer": any(name.startswith(("optimizer", "chained")) for name in reader.shapes),
@@ -94,10 +80,32 @@ def read_torch_dist(path: Path, heads: int | None = None) -> Model:
         regions=list(reader.files.values()),
         tokenizer=tokenizer_of(args),
     )
-    if true_size is not None:
-        model = with_vocabulary(model, true_size, said_by)
-        model.notes.append(f"true vocabulary size {true_size}, from {said_by}")
-    return model
+    return said_vocabulary(model, true_size, said_by)
+
+
+def _tensors(reader: "_Reader", named: Mapping[str, str], stack: str, folder: Path) -> dict[str, Tensor]:
+    """Canonical tensors; stacks of layers taken apart."""
+    tensors: dict[str, Tensor] = {}
+    for name, plain in named.items():
+        canonical = canonical_name(plain, stack)
+        if canonical is None:
+            continue
+        if re.match(rf"{stack}\.layers\.\D", canonical):
+            rest = canonical.removeprefix(f"{stack}.layers.")
+            layers = reader.shapes[name][0] if len(reader.shapes[name]) > 1 else MAX_LAYERS + 1
+            if layers > MAX_LAYERS or layers * len(reader.chunks[name]) > MAX_LAYERS * 1000:
+                raise HoldfastError(
+                    f"{folder}: {name} has the shape {reader.shapes[name]}, which no stack of layers has"
+                )
+            for layer in range(layers):
+                tensors[f"{stack}.layers.{layer}.{rest}"] = reader.tensor(name, layer)
+        else:
+            tensors[canonical] = reader.tensor(name)
+            if not tensors[canonical].shape:
+                raise HoldfastError(f"{folder}: {name} is a single number, where weights are expected")
+    if WORD_EMBEDDINGS not in tensors:
+        raise HoldfastError(f"{folder}: {WORD_EMBEDDINGS} is missing")
+    return tensors
 
 
 def _args(folder: Path, reader: "_Reader") -> tuple[dict[str, Any], Mapping[str, Any]]:
