@@ -33,7 +33,7 @@ EVERY_FLAG = SlurmOptions(
 
 def training(run: Path, **changes: object) -> Training:
     return replace(
-        Training(run, run / "config.toml", nproc_per_node=2, layout="tensor 1, pipeline 1, data 4"), **changes
+        Training(run, run / "config.toml", 100, nproc_per_node=2, layout="tensor 1, pipeline 1, data 4"), **changes
     )
 
 

@@ -73,6 +73,7 @@ class Training:
 
     run: Path
     config: Path
+    iterations: int
     nproc_per_node: int
     layout: str
     assets: tuple[str, ...] = ()
@@ -97,7 +98,9 @@ def train_script(options: SlurmOptions, training: Training) -> str:
     fetch = f"{step(options)} {shlex.join([*program(options), 'fetch', *training.assets])} || exit 1"
     parts = {
         "RUN": shlex.quote(str(training.run)),
+        "ITERATIONS": str(training.iterations),
         "MAX_REQUEUES": str(options.max_requeues if options.requeue else 0),
+        "PATIENCE": str(max(1, options.signal_seconds // 2)),
         "SETUP": "\n".join(setup(options)),
         "RESOLVED": f"{options.nodes} nodes x {training.nproc_per_node} ranks: {training.layout}",
         "FETCH": f"# once, before the ranks ask for them\n{fetch}" if training.assets else "",

@@ -23,14 +23,14 @@ SLURM_HELP = """Submit `holdfast train` or `holdfast preprocess` as a Slurm job 
   holdfast launch slurm train configs/gpt2_345m.toml --save /fsx/runs/345m --nodes 4 --gpus-per-node 8 --time 12:00:00
   holdfast launch slurm train CONFIG.toml --save RUN --nodes 2 --gpus-per-node 8 --container-image /apps/holdfast.sqsh --dry-run
 
-Flags of the verb follow its own names; flags below are the job's. The batch file stays in RUN/launch."""
+Every flag of the verb is taken too; the flags below are the job's. The batch file stays in RUN/launch."""
 
 KUBERNETES_HELP = """Render `holdfast train` or `holdfast preprocess` as a Kubernetes job; --apply hands it to kubectl.
 
   holdfast launch kubernetes train configs/gpt2_345m.toml --save /fsx/runs/345m --nodes 4 --gpus-per-node 8 \\
       --image registry.example/holdfast:0.1.0 --pvc fsx-claim:/fsx
 
-Flags of the verb follow its own names; flags below are the job's. Paths are those in the pods."""
+Every flag of the verb is taken too; the flags below are the job's. Paths are those in the pods."""
 
 DASK_HELP = """Run `holdfast preprocess` over the workers of a Dask cluster; waits for the end and prints the dataset.
 
@@ -44,7 +44,7 @@ def launch_slurm(arguments: list[str]) -> None:
     from holdfast.launch.batch import SlurmOptions
 
     verb, options, rest = split(
-        arguments, SlurmOptions, SLURM_HELP, {"train": slurm_train, "preprocess": slurm_preprocess}
+        "slurm", arguments, SlurmOptions, SLURM_HELP, {"train": slurm_train, "preprocess": slurm_preprocess}
     )
     verb(options, rest)
 
@@ -60,10 +60,9 @@ def slurm_train(options: "SlurmOptions", arguments: Sequence[str]) -> None:
     plan = plan_training(arguments, options.nodes, options.gpus_per_node)
     slurm.check_times(options.partition, options.time, options.signal_seconds if options.requeue else None)
     options = containers.complete(options, plan.paths())
-    config = plan.run / "config.toml"
-    script = train_script(
-        options, Training(plan.run, config, plan.config.parallel.nproc_per_node, plan.layout.words(), plan.assets)
-    )
+    ranks = plan.config.parallel.nproc_per_node
+    training = Training(plan.run, plan.run / "config.toml", plan.iterations, ranks, plan.layout.words(), plan.assets)
+    script = train_script(options, training)
     if options.dry_run:
         print(script, end="")
         return
@@ -113,6 +112,7 @@ def launch_kubernetes(arguments: list[str]) -> None:
 
     default_image = [] if "--image" in arguments or "IMAGE" not in os.environ else ["--image", os.environ["IMAGE"]]
     verb, options, rest = split(
+        "kubernetes",
         [*arguments, *default_image],
         KubernetesOptions,
         KUBERNETES_HELP,
@@ -150,7 +150,7 @@ def kubernetes_preprocess(options: "KubernetesOptions", arguments: Sequence[str]
 def launch_dask(arguments: list[str]) -> None:
     from holdfast.launch.dask_cluster import DaskOptions
 
-    verb, options, rest = split(arguments, DaskOptions, DASK_HELP, {"preprocess": dask_preprocess})
+    verb, options, rest = split("dask", arguments, DaskOptions, DASK_HELP, {"preprocess": dask_preprocess})
     verb(options, rest)
 
 
@@ -182,13 +182,17 @@ def show(options: "KubernetesOptions", manifests: list[dict[str, Any]]) -> None:
 
 
 def split(
-    arguments: list[str], options: Any, help_text: str, verbs: dict[str, Callable[[Any, Sequence[str]], None]]
+    where: str,
+    arguments: list[str],
+    options: Any,
+    help_text: str,
+    verbs: dict[str, Callable[[Any, Sequence[str]], None]],
 ) -> tuple[Callable[[Any, Sequence[str]], None], Any, list[str]]:
     """The verb to run, the job's options, and what is left for the verb itself."""
     verb = arguments[0] if arguments else "--help"
     if verb not in verbs and verb not in ("-h", "--help"):
-        raise UsageError(f"cannot launch '{verb}'; launch one of: {', '.join(verbs)}")
-    prog = f"holdfast launch ... {'|'.join(verbs)}"
+        raise UsageError(f"cannot launch '{verb}' on {where}; launch one of: {', '.join(verbs)}")
+    prog = f"holdfast launch {where} {'|'.join(verbs)}"
     own = arguments if verb in ("-h", "--help") or not arguments else arguments[1:]
     parsed, rest = tyro.cli(options, prog=prog, description=help_text, args=own or ["--help"], return_unknown_args=True)
     return verbs[verb], parsed, rest

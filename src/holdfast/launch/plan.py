@@ -29,6 +29,12 @@ class Plan:
         return Path(self.config.train.save)
 
     @property
+    def iterations(self) -> int:
+        from holdfast.train.schedule import batches_of
+
+        return batches_of(self.config, self.layout.data).iterations(self.config.train.train_iters)
+
+    @property
     def assets(self) -> tuple[str, ...]:
         """Files that have to be fetched: what the tokenizer names and is no file here."""
         named = [getattr(self.config.data, key) for key in TOKENIZER_KEYS]
