@@ -1,12 +1,14 @@
 """`bench train` and `bench generate` measure what they say, on models small enough for a test."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from holdfast.bench import generate, train
 from holdfast.bench.phases import PhaseClock, median_phases
 from holdfast.bench.plain_gpt import PlainGPT, PlainShape
-from holdfast.config import Config, DataConfig, ModelConfig, TrainConfig, config_to_toml
+from holdfast.config import Config, DataConfig, ModelConfig, TrainConfig, config_to_toml, read_config
 from holdfast.errors import UsageError
 
 
@@ -26,6 +28,15 @@ def test_training_is_measured_beside_both_peers_with_the_steps_phases(config):
         assert row["tokens/s"] == pytest.approx(32 / row["step ms"] * 1e3, rel=0.05) and row["MFU"] == "unknown"
         assert row["first step s"] > 0 and 4 < row["loss"] < 5  # near ln 100: all of them learn the same task
     assert {"data ms", "forward ms", "backward ms", "communication ms", "optimizer ms"} <= phases[0].keys()
+
+
+def test_bert_is_measured_beside_hugging_face(config):
+    bert = replace(read_config(config).model, model_type="bert", bert_variant="original", openai_gelu=False)
+    config.with_name("bert.toml").write_text(config_to_toml(replace(read_config(config), model=bert)))
+    speeds, _ = train.run(config=config.with_name("bert.toml"), steps=1, rounds=1).values()
+    assert [row["contender"] for row in speeds] == ["holdfast", "hf"]
+    for row in speeds:
+        assert 4.5 < row["loss"] < 6.5  # ln 100 + ln 2, more or less
 
 
 def test_generation_is_measured_at_every_batch_size(config):

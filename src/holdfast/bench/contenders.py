@@ -6,7 +6,7 @@ a global norm of 1. Holdfast's step is made of the functions that `holdfast trai
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,32 +14,45 @@ from torch import Tensor, nn
 
 from holdfast.bench.plain_gpt import PlainGPT, PlainShape
 from holdfast.config import Config
+from holdfast.data.loader import BertMicroBatch, MicroBatch
 from holdfast.errors import UsageError
 from holdfast.models.layers import Shape
 from holdfast.parallel.layout import padded_vocab_size
 from holdfast.parallel.mesh import Grid
+from holdfast.parallel.pipeline import TiedEmbedding
+from holdfast.train.families import bert_inputs, build_parts, compute_dtype, family_of, gpt_inputs, max_predictions
+from holdfast.train.optim import Arriving, GradientNorm, build_optimizer, clip_and_step
+from holdfast.train.step import Passes, PassInputs
 
 Begin = Callable[[str], None]
 """Told the name of a phase when it begins."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Random tokens and what should follow each of them, in pinned memory where there is a device to copy to."""
-
-    tokens: Tensor
-    labels: Tensor
-
-    def to(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
+Batch = MicroBatch | BertMicroBatch
 
 
 def random_batch(config: Config, device: torch.device, seed: int) -> Batch:
-    shape = (config.train.micro_batch_size, config.data.seq_length + 1)
+    """Random tokens; for BERT some of them are to be predicted, as many in every sample."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, config.model.vocab_size or 1, shape, generator=generator)
-    parts = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return Batch(*(part.pin_memory() if device.type == "cuda" else part for part in parts))
+    size, length = config.train.micro_batch_size, config.data.seq_length
+    tokens = torch.randint(0, config.model.vocab_size or 1, (size, length + 1), generator=generator)
+    found: Batch
+    if config.model.model_type == "gpt":
+        found = MicroBatch(
+            tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(size, length), None, None
+        )
+    else:
+        places = torch.rand(size, length, generator=generator).argsort(1)[:, : max_predictions(config)]
+        mask = torch.zeros(size, length).scatter(1, places, 1.0)
+        words = tokens[:, :-1].contiguous()
+        labels = torch.where(mask > 0, words, -1)
+        types = (torch.arange(length) >= length // 2).long().expand(size, -1).contiguous()
+        pairs = torch.randint(0, 2, (size,), generator=generator)
+        found = BertMicroBatch(words, types, labels, mask, torch.ones(size, length, dtype=torch.bool), pairs)
+    if device.type == "cuda":
+        pinned = {name: tensor.pin_memory() for name, tensor in vars(found).items() if tensor is not None}
+        found = replace(found, **pinned)
+    return found
 
 
 class Contender(Protocol):
@@ -55,36 +68,40 @@ class Holdfast:
     name = "holdfast"
 
     def __init__(self, config: Config, grid: Grid) -> None:
-        from holdfast.parallel.pipeline import TiedEmbedding
-        from holdfast.train.families import build_parts, family_of
-        from holdfast.train.optim import GradientNorm, build_optimizer
-        from holdfast.train.step import Passes
-
-        assert config.model.vocab_size is not None
-        self._device = grid.device
-        self._clip = config.optimizer.clip_grad
-        parts = build_parts(config, grid, config.model.vocab_size)
-        tied = TiedEmbedding(parts, grid, not config.model.untie_embeddings_and_output_weights)
-        self._passes = Passes(parts, grid, tied, family_of(config).terms, {})
+        model = config.model
+        assert model.vocab_size is not None
+        self._device, self._clip = grid.device, config.optimizer.clip_grad
+        self._inputs: Callable[..., PassInputs] = functools.partial(gpt_inputs, False)
+        if model.model_type == "bert":
+            self._inputs = functools.partial(bert_inputs, max_predictions(config), not model.bert_no_binary_head)
+        parts = build_parts(config, grid, model.vocab_size)
+        tied = TiedEmbedding(parts, grid, not model.untie_embeddings_and_output_weights)
+        terms = family_of(config).terms
+        self._losses = [1 + index for index, name in enumerate(terms) if name.endswith("loss")]
+        shapes = {
+            "micro_batch_size": config.train.micro_batch_size,
+            "seq_length": config.data.seq_length,
+            "hidden_size": model.hidden_size,
+            "sequence_cut": grid.layout.tensor if config.parallel.sequence_parallel else 1,
+            "dtype": compute_dtype(config),
+        }
+        self._passes = Passes(parts, grid, tied, terms, shapes)
         self._norm = GradientNorm(parts, grid, tied.copy)
         self._optimizer = build_optimizer(parts, config.optimizer)
 
     def step(self, batch: Batch, begin: Begin) -> Tensor:
-        from holdfast.train.optim import Arriving, clip_and_step
-        from holdfast.train.step import PassInputs
-
         begin("data")
-        tokens, labels = batch.to(self._device)
+        inputs = self._inputs(batch, self._device)
         self._optimizer.zero_grad(set_to_none=True)
         self._passes.begin = begin
-        means = self._passes.gradients([PassInputs(tokens, {}, {"labels_BT": labels}, None)], 1.0)
+        means = self._passes.gradients([inputs], 1.0)
         begin("communication")
         sums = self._norm.reduce(*means)
         arriving = Arriving(sums)
         begin("optimizer")
         clip_and_step(self._optimizer, sums[0], self._clip, 1.0)
         begin("end")
-        return arriving.wait()[1]
+        return arriving.wait()[self._losses].sum()
 
 
 class Autocast:
@@ -112,10 +129,10 @@ class Autocast:
 
     def step(self, batch: Batch, begin: Begin) -> Tensor:
         begin("data")
-        tokens, labels = batch.to(self._device)
+        here = batch.to(self._device)
         begin("forward")
         with self._context():
-            loss: Tensor = self.loss(tokens, labels)
+            loss: Tensor = self.loss(here)
         begin("backward")
         loss.backward()
         begin("optimizer")
@@ -126,16 +143,24 @@ class Autocast:
         begin("end")
         return loss.detach()
 
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = self._forward(tokens, labels)
+    def loss(self, batch: Batch) -> Tensor:
+        found: Tensor = self._forward(batch.tokens, batch.labels)
         return found
 
 
 class HuggingFace(Autocast):
-    """The same for a model of `transformers`, which shifts the labels itself."""
+    """The same for a model of `transformers`, which shifts a GPT's labels itself."""
 
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = self._forward(input_ids=tokens, labels=tokens).loss
+    def loss(self, batch: Batch) -> Tensor:
+        if isinstance(batch, BertMicroBatch):
+            found: Tensor = self._forward(
+                input_ids=batch.tokens,
+                token_type_ids=batch.tokentype_ids,
+                labels=batch.labels.masked_fill(batch.labels < 0, -100),
+                next_sentence_label=batch.is_random,
+            ).loss
+        else:
+            found = self._forward(input_ids=batch.tokens, labels=batch.tokens).loss
         return found
 
 
@@ -160,6 +185,16 @@ def hugging_face_model(config: Config) -> Any:
     positions = model.max_position_embeddings or config.data.seq_length
     # ids that generation would stop at or start with do not matter here, but must lie within the vocabulary
     special = {"bos_token_id": 0, "eos_token_id": 0}
+    if model.model_type == "bert":
+        from transformers import BertConfig, BertForPreTraining
+
+        return BertForPreTraining(
+            BertConfig(
+                vocab_size=_padded(config), hidden_size=model.hidden_size, num_hidden_layers=model.num_layers,
+                num_attention_heads=model.num_attention_heads, intermediate_size=shape.ffn, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0, max_position_embeddings=positions, layer_norm_eps=model.norm_epsilon,
+            )
+        )  # fmt: skip
     if _is_gpt2(config):
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -187,7 +222,8 @@ PEERS: dict[str, Callable[[Config, torch.device], Contender]] = {"nanogpt": plai
 
 def _is_gpt2(config: Config) -> bool:
     model = config.model
-    return model.position_embedding_type == "learned_absolute" and model.normalization == "LayerNorm"
+    learned = model.position_embedding_type == "learned_absolute" and model.normalization == "LayerNorm"
+    return model.model_type == "gpt" and learned
 
 
 def _padded(config: Config) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import UsageError
 from holdfast.progress import say
 
 GIB = 1 << 30
@@ -39,7 +39,7 @@ def run(
 
     Args:
         config: Configuration whose model and precision are measured. Unset: GPT-2 345M in bf16 on CUDA, a tiny GPT on the CPU.
-        against: Peers in the same run: nanogpt (a plain compiled GPT-2 of this package), hf (transformers, if installed).
+        against: Peers in the same run: nanogpt (a plain compiled GPT-2, for GPT), hf (transformers, if installed).
         steps: Measured steps of each contender.
         rounds: The steps are taken in this many turns.
         batch_size: Sequences per step, computed at once. Unset: the configuration's micro_batch_size.
@@ -92,8 +92,6 @@ def _prepare(path: Path | None, cuda: bool, batch_size: int | None, seq_length: 
             data=DataConfig(seq_length=256),
             train=TrainConfig(micro_batch_size=4),
         )
-    if config.model.model_type != "gpt":
-        raise HoldfastError("bench train measures GPT models")
     size = batch_size or config.train.micro_batch_size
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model = replace(
@@ -103,7 +101,8 @@ def _prepare(path: Path | None, cuda: bool, batch_size: int | None, seq_length: 
         model = replace(model, max_position_embeddings=seq_length)
     data = replace(config.data, seq_length=seq_length or config.data.seq_length)
     train = replace(config.train, micro_batch_size=size, global_batch_size=size * world, rampup_batch_size=())
-    return replace(config, model=model, data=data, train=train)
+    # one optimizer for all of them: fused AdamW
+    return replace(config, model=model, data=data, train=train, optimizer=replace(config.optimizer, optimizer="adam"))
 
 
 @dataclass
@@ -129,6 +128,8 @@ def _measure(config: Config, device: Any, against: tuple[str, ...], rounds: int,
     batches = [random_batch(config, device, seed + 1000 * grid.data_rank) for seed in range(8)]
     makers: list[tuple[str, Any]] = [("holdfast", lambda: Holdfast(config, grid))]
     for name in against:
+        if name == "nanogpt" and config.model.model_type != "gpt":
+            continue
         if name == "hf" and importlib.util.find_spec("transformers") is None:
             say("hf is left out: transformers is not installed")
             continue
@@ -198,10 +199,11 @@ def _tables(config: Config, device: Any, courses: list[_Course], world: int) -> 
     from holdfast.bench.phases import median_phases
     from holdfast.models.flops import flops_per_token, peak_flops
     from holdfast.parallel.layout import padded_vocab_size
+    from holdfast.train.families import family_of
 
     assert config.model.vocab_size is not None
     padded = padded_vocab_size(config.model.vocab_size, config.model, config.parallel.tensor_model_parallel_size)
-    flops = flops_per_token(config.model, config.data.seq_length, padded)
+    flops = flops_per_token(config.model, config.data.seq_length, padded, family_of(config).predicted)
     tokens = (config.train.global_batch_size or 0) * config.data.seq_length // _model_ranks(config)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = peak_flops(name)
