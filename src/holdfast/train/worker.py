@@ -6,7 +6,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
 
 from holdfast.config import Config
 from holdfast.errors import REFUSED, HoldfastError
@@ -30,6 +32,20 @@ def run_worker(config: Config) -> Outcome:
         raise Refused(f"{REFUSED}{error}") from error
 
 
+def join_ranks(device: torch.device, timeout: timedelta) -> None:
+    """Makes the process group. The supervisor's store outlives a restart, and with it the addresses of dead ranks: each attempt
+    gets names of its own, or a rank that starts quickly would call a process that is no more."""
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+    )
+
+
 def _run(config: Config) -> Outcome:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
@@ -44,10 +60,7 @@ def _run(config: Config) -> Outcome:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
     torch.set_float32_matmul_precision("high")
     layout = layout_of(config.parallel, int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
-    )
+    join_ranks(device, timedelta(minutes=config.parallel.distributed_timeout_minutes))
     try:
         grid = build_grid(layout, device)
         feed = Feed(config, grid)
