@@ -131,6 +131,8 @@ def test_files_globs_and_folders_keep_the_order_of_their_names(
     (tmp_path / "in/b/c.jsonl.zst").write_bytes(zstandard.compress(b"\n".join(lines[900:])))
     (tmp_path / "in/README.md").write_text("not an input")
     (tmp_path / "in/.hidden.jsonl").write_text("not an input")
+    preprocess(tmp_path / "in/a0.jsonl", tmp_path / "in/earlier", **small_bpe.arguments())  # type: ignore[arg-type]
+    assert (tmp_path / "in/earlier.json").exists()
     forms = {
         "folder": [tmp_path / "in"],
         "glob": [f"{tmp_path}/in/a*.jsonl", tmp_path / "in/b/c.jsonl.zst"],
@@ -141,9 +143,11 @@ def test_files_globs_and_folders_keep_the_order_of_their_names(
         assert pair(tmp_path / f"{name}_text_document") == expected, name
 
 
+@pytest.mark.parametrize("form", ["plain", "gz", "zst"])
 def test_standard_input(
-    tmp_path: Path, small_bpe: TokenizerFiles, content: bytes, expected: tuple[bytes, bytes]
+    tmp_path: Path, small_bpe: TokenizerFiles, content: bytes, expected: tuple[bytes, bytes], form: str
 ) -> None:
+    content = COMPRESSED[form](content) if form in COMPRESSED else content
     words = [
         sys.executable,
         "-m",

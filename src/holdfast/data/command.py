@@ -6,18 +6,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-BAD_LINES_EXIT_CODE = 3
+from holdfast.tokenizers.recipe import TokenizerType
 
-TokenizerType = Literal[
-    "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-]
+BAD_LINES_EXIT_CODE = 3
 
 
 def preprocess(

@@ -57,8 +57,9 @@ def provenance_path(prefix: str, inputs: Sequence[str]) -> Path:
 def read_provenance(path: Path) -> dict[str, Any] | None:
     """The content of a provenance file; None when there is none, or the file is another thing."""
     try:
-        if path.stat().st_size > 1 << 30:
-            return None
+        with path.open("rb") as file:
+            if FORMAT.encode() not in file.read(100):
+                return None
         content = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None

@@ -6,14 +6,14 @@ The invariant: two recipes with one digest give the same ids for every text.
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import orjson
 
 from holdfast.errors import HoldfastError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
-TYPES = (
+TokenizerType = Literal[
     "GPT2BPETokenizer",
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -22,7 +22,8 @@ TYPES = (
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
     "TikTokenizer",
-)
+]
+TYPES: tuple[str, ...] = get_args(TokenizerType)
 
 
 @dataclass(frozen=True)

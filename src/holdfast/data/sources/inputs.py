@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.data.provenance import read_provenance
 from holdfast.data.sources import InputFile
 from holdfast.data.sources.compressed import sniff
 from holdfast.errors import HoldfastError
@@ -38,7 +39,7 @@ def _expand(name: str) -> list[str]:
     if name == "-":
         return [name]
     if os.path.isdir(name):
-        found = sorted(str(path) for path in Path(name).rglob("*") if path.is_file() and _is_input(path.name))
+        found = sorted(str(path) for path in Path(name).rglob("*") if path.is_file() and _is_input(path))
         if not found:
             raise HoldfastError(
                 f"the folder {name} holds no input (.jsonl, .json, .txt, .xml, .parquet, plain or compressed)"
@@ -52,12 +53,15 @@ def _expand(name: str) -> list[str]:
     return found
 
 
-def _is_input(name: str) -> bool:
+def _is_input(path: Path) -> bool:
+    """Whether a file that lies in a folder is text to read, by its name; what Holdfast itself wrote there is not."""
+    name = path.name
     bare = name
     for suffix in COMPRESSION_SUFFIXES:
         bare = bare.removesuffix(suffix)
-    hidden = name.startswith(".") or name.endswith(".bad.jsonl")
-    return not hidden and bare.endswith((*LINE_SUFFIXES, ".txt", ".xml", ".parquet"))
+    if name.startswith(".") or name.endswith(".bad.jsonl") or not bare.endswith((*LINE_SUFFIXES, ".txt", ".parquet")):
+        return False
+    return not (name.endswith(".json") and read_provenance(path))
 
 
 def _classify(number: int, path: str) -> InputFile:

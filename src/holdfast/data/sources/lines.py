@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from holdfast.data.sources import InputFile, Unit
-from holdfast.data.sources.compressed import decode_from, decoding_starts, open_stream
+from holdfast.data.sources.compressed import decode_from, decoding_starts, open_stream, sniff
 from holdfast.data.sources.prefetch import prefetched
 
 BLOCK_BYTES = 4 << 20
@@ -53,7 +53,8 @@ def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
     # Standard input has no name to open; closefd leaves it open for whoever reads it next.
     with open(sys.stdin.fileno() if file.path == "-" else file.path, "rb", closefd=file.path != "-") as stream:
         before = 0
-        for number, block in enumerate(whole_lines(open_stream(stream, file.compression, file.path), unit_bytes)):
+        compression = file.compression or sniff(stream.peek(8)[:8])
+        for number, block in enumerate(whole_lines(open_stream(stream, compression, file.path), unit_bytes)):
             at = min(stream.tell(), file.size) if file.size else 0
             yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, at - before, block)
             before = at
@@ -75,8 +76,6 @@ def unit_lines(unit: Unit) -> Iterator[bytes]:
 
 
 def _compression_of(unit: Unit) -> str:
-    from holdfast.data.sources.compressed import sniff
-
     with open(unit.path, "rb") as file:
         return sniff(file.read(8))
 
