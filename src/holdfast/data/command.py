@@ -26,6 +26,7 @@ def preprocess(
     split_sentences: bool = False,
     keep_newlines: bool = False,
     lang: str = "english",
+    blank_line_documents: bool = False,
     workers: int | None = None,
     partitions: int = 1,
     partition_index: int | None = None,
@@ -44,7 +45,7 @@ def preprocess(
     A call that was killed goes on where it was when it is repeated. Exit code 3: done, but bad lines were skipped.
 
     Args:
-        input: Files, globs, folders, or - for standard input: JSON lines (plain, .gz, .xz, .zst, .bz2), .parquet, .txt.
+        input: Files, globs, folders, or - for standard input: JSON lines, .txt, Wikipedia's .xml (plain or compressed), .parquet.
         output_prefix: Where the dataset goes; the key and the level are added to it.
         tokenizer_type: Megatron's name of the tokenizer.
         vocab_file: vocab.json of a byte-level BPE, vocab.txt of BERT; or a catalog name such as gpt2.
@@ -57,6 +58,7 @@ def preprocess(
         split_sentences: A sequence per sentence, for BERT; the level in the names is then "sentence".
         keep_newlines: Keep line breaks at the end of sentences.
         lang: Language of the sentences: ISO code or English name.
+        blank_line_documents: A .txt file holds several documents, separated by blank lines, instead of one.
         workers: Worker processes; as many as there are cores when not given.
         partitions: Make the dataset in this many shares and join them.
         partition_index: Make only this share (from 0); a call without it joins them.
@@ -84,6 +86,7 @@ def preprocess(
         split_sentences=split_sentences,
         keep_newlines=keep_newlines,
         lang=lang,
+        blank_line_documents=blank_line_documents,
         workers=workers,
         partitions=partitions,
         partition_index=partition_index,

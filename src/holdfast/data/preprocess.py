@@ -63,6 +63,7 @@ class Request:
         """What decides the bytes of the result."""
         return {
             "inputs": [identity(file) for file in self.files],
+            "sources": [file.source for file in self.files],
             "tokenizer": {"type": self.recipe.tokenizer_type, "digest": self.recipe.digest},
             "json_keys": list(self.keys),
             "append_eod": self.append_eod,
@@ -89,6 +90,7 @@ def preprocess(
     split_sentences: bool = False,
     keep_newlines: bool = False,
     lang: str = "english",
+    blank_line_documents: bool = False,
     workers: int | None = None,
     partitions: int = 1,
     partition_index: int | None = None,
@@ -108,7 +110,7 @@ def preprocess(
     from holdfast.data.sentences import language_code
 
     request = Request(
-        tuple(find_inputs(names)),
+        tuple(find_inputs(names, blank_line_documents)),
         str(output_prefix),
         recipe,
         tuple(json_keys),

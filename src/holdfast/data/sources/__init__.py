@@ -18,6 +18,7 @@ Value = str | list[str]
 
 SOURCES = {
     "jsonl": "holdfast.data.sources.jsonl",
+    "passages": "holdfast.data.sources.passages",
     "parquet": "holdfast.data.sources.parquet",
     "text": "holdfast.data.sources.text",
     "wikipedia": "holdfast.data.sources.wikipedia",

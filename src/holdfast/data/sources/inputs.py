@@ -6,6 +6,7 @@ The order is the user's; within a glob or a folder it is the order of the names,
 import glob
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.data.provenance import read_provenance
@@ -20,11 +21,14 @@ COMPRESSION_SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
 SHARED_OUT_FROM = 8
 
 
-def find_inputs(names: Sequence[str | Path]) -> list[InputFile]:
+def find_inputs(names: Sequence[str | Path], blank_line_documents: bool = False) -> list[InputFile]:
+    """The files, in order; `blank_line_documents`: a text file holds a document between any two blank lines."""
     paths = [path for name in names for path in _expand(str(name))]
     if not paths:
         raise HoldfastError("there is no input; --input takes files, globs, folders, or - for standard input")
     files = [_classify(number, path) for number, path in enumerate(paths)]
+    if blank_line_documents:
+        files = [replace(file, source="passages") if file.source == "text" else file for file in files]
     whole = [file for file in files if file.compression in ("gz", "xz", "zst", "bz2") and file.source == "jsonl"]
     if len(whole) >= SHARED_OUT_FROM:
         files = [_shared(file) if file.compression else file for file in files]

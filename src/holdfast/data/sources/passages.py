@@ -1,0 +1,64 @@
+"""Plain text with several documents in a file, separated by blank lines (`--blank-line-documents`).
+
+One reader cuts the file at blank lines and feeds all workers: finding a blank line is far cheaper than tokenizing. The
+invariant: a unit holds whole documents, and what stands between two blank lines is one of them or reported as bad.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from holdfast.data.sources import BadLine, Batch, InputFile, Unit
+from holdfast.data.sources.compressed import open_stream
+from holdfast.data.sources.prefetch import prefetched
+
+BLANK_LINES = (b"\n\n", b"\n\r\n")
+
+
+def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
+    return prefetched(_fed_units(file, unit_bytes))
+
+
+def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
+    with open(file.path, "rb") as stream:
+        held, number, before = b"", 0, 0
+        for piece in open_stream(stream, file.compression, file.path):
+            held += piece
+            if len(held) < unit_bytes:
+                continue
+            cut = max(held.rfind(blank) + len(blank) if blank in held else 0 for blank in BLANK_LINES)
+            if cut:
+                at = stream.tell()
+                yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, at - before, held[:cut])
+                held, number, before = held[cut:], number + 1, at
+        if held:
+            yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, file.size - before, held)
+
+
+def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+    content = unit.data
+    batch = Batch([[] for _ in keys], content.count(b"\n"), len(content), content=content)
+    if content and not content.endswith(b"\n"):
+        batch.lines += 1
+    for begin, document in _documents(content):
+        try:
+            text = document.decode()
+        except UnicodeDecodeError as error:
+            at = begin + error.start
+            reason = f"it is not UTF-8 ({error.reason}), so its passage is no document"
+            batch.bad.append(BadLine(content.count(b"\n", 0, at), at, reason))
+            continue
+        for column in batch.values:
+            column.append(text)
+    yield batch
+
+
+def _documents(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Where each document begins, and its lines; a line of blanks alone is a blank line."""
+    begin, end, at = -1, 0, 0
+    for line in [*content.split(b"\n"), b""]:
+        if line.strip():
+            begin = at if begin < 0 else begin
+            end = at + len(line)
+        elif begin >= 0:
+            yield begin, content[begin:end].replace(b"\r\n", b"\n").rstrip()
+            begin = -1
+        at += len(line) + 1
