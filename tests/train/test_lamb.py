@@ -12,10 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.train.lamb import Lamb
 
-SHAPES = [(7, 5), (5,), (3, 4, 2), (6,)]
+SHAPES = [(8, 5), (5,), (3, 4, 2), (6,)]
 STEPS = 50
 
 
@@ -126,24 +127,24 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    # Two axes, as tensor parallelism and sharded data parallelism have: each parameter is cut over one, both or none.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    axes = [("tensor", "shard"), ("shard",), ("tensor",), ()]
-    tensors, cuts = [], []
-    for value, cut in zip(initial(), axes, strict=True):
-        if not cut:
-            tensors.append(torch.nn.Parameter(torch.from_numpy(value)))
-            cuts.append(None)
-            continue
-        part = mesh if len(cut) == 2 else mesh[cut[0]]
-        placements = [Shard(0), Shard(1)] if len(cut) == 2 else [Shard(0)]
-        tensors.append(torch.nn.Parameter(distribute_tensor(torch.from_numpy(value), part, placements)))
-        cuts.append((part, placements))
+    # As tensor parallelism and FSDP2 cut together: rows twice, one axis, rows and columns, nothing.
+    cuts = [
+        (mesh, [_StridedShard(0, split_factor=2), Shard(0)]),
+        (mesh["shard"], [Shard(0)]),
+        (mesh, [Shard(0), Shard(1)]),
+        None,
+    ]
+
+    def cut_up(value: np.ndarray, cut: object) -> torch.Tensor:
+        whole = torch.from_numpy(value)
+        return whole if cut is None else distribute_tensor(whole, *cut, src_data_rank=None)
+
+    tensors = [torch.nn.Parameter(cut_up(value, cut)) for value, cut in zip(initial(), cuts, strict=True)]
     lamb = optimizer_for(tensors, 0.02, 0.01, max_grad_norm=1.0, use_nvlamb=True)
     for step in range(STEPS):
         for tensor, cut, gradient in zip(tensors, cuts, gradients_of(step), strict=True):
-            whole = torch.from_numpy(gradient)
-            tensor.grad = whole if cut is None else distribute_tensor(whole, *cut)
+            tensor.grad = cut_up(gradient, cut)
         lamb.step()
     whole = [tensor.full_tensor() if cut else tensor for tensor, cut in zip(tensors, cuts, strict=True)]
     if rank == 0:
