@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -203,6 +204,15 @@ def train(rank: int, attempt: int, run: Run, store: str) -> None:
         dist.destroy_process_group()
 
 
+def live(*arguments: Any) -> None:
+    """As a script would: an exception goes through sys.excepthook and ends the process with 1."""
+    try:
+        train(*arguments)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        os._exit(1)
+
+
 def slow_down(snapshots: Any, seconds: float) -> None:
     """Makes this rank's copies take long: the header says WRITING and half of the payload is new for all that time."""
     from holdfast.snapshot.copying import Copier
@@ -246,15 +256,26 @@ class Injector:
         elif what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "hold the interpreter":
-            ctypes.PyDLL(None).sleep(600)
+            re.match(r"(a|a)*b", "a" * 60)  # takes longer than the age of the universe and lets nobody else run
         elif what == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
         elif what == "usr1":
             os.kill(os.getpid(), signal.SIGUSR1)
         elif what == "kill keeper":
             kill_keeper(self._snapshots.place)
-        elif what == "break the copy":
-            self._snapshots._holder._copier._tensors[0] = None
+        elif what == "break the next copy":
+            copier = self._snapshots._holder._copier
+            original = copier._copy
+
+            def broken(copy: Any, versions: Any) -> None:
+                copier._copy = original
+                raise OSError("injected: the copy failed")
+
+            copier._copy = broken
+        elif what == "kill before ready":
+            import holdfast.snapshot.copying as copying
+
+            copying.ready_header = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         elif what == "mutate":
             with __import__("torch").no_grad():
                 next(iter(self._model.parameters())).add_(0)
@@ -310,7 +331,7 @@ class Launched:
 def launch(run: Run, attempt: int = 0) -> Launched:
     run.folder.mkdir(parents=True, exist_ok=True)
     store = tempfile.mktemp(prefix="store-", dir=run.folder)
-    ranks = [context.Process(target=train, args=(rank, attempt, run, store)) for rank in range(run.world)]
+    ranks = [context.Process(target=live, args=(rank, attempt, run, store)) for rank in range(run.world)]
     for rank in ranks:
         rank.start()
     return Launched(ranks)

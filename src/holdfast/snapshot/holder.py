@@ -78,6 +78,10 @@ class Holder:
                 return True
         return False
 
+    def pinned(self) -> bool:
+        """A slot of this rank is waiting for the disk."""
+        return self.arena is not None and any(self.arena.pinned(index) for index in range(SLOTS))
+
     def close(self) -> None:
         if self._copier is not None:
             self._copier.close()

@@ -29,6 +29,7 @@ ROUND_SECONDS = 0.05
 LINGER_SECONDS = 600.0
 VERIFY_SECONDS = 5.0
 RETRY_SECONDS = 5.0
+STACKS_SECONDS = 0.3
 SAVE_PATIENCE = 60.0
 
 
@@ -112,11 +113,22 @@ class Keeper:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other["process"], signal.SIGUSR2)
         self._failure("hung", rank, desk, desks)
+        self._keep_stacks(desks)
         if self.settings.get("kill_hung"):
             for other in desks.values():
                 if other.occupied():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(other["process"], signal.SIGKILL)
+
+    def _keep_stacks(self, desks: dict[int, Desk]) -> None:
+        """Where every rank stood goes to the run folder; a rank that is stopped has nothing to say."""
+        time.sleep(STACKS_SECONDS)
+        for desk in desks.values():
+            stacks = self.place.path / f"{desk.path.stem}.stacks"
+            if stacks.exists() and stacks.stat().st_size:
+                target = self.place.folder / "stacks" / f"{desk.path.stem}.txt"
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(stacks, target)
 
     def _take_triggers(self) -> None:
         """The files `persist` and `error.txt` in the run folder: persist what is held, and stop the run."""
@@ -136,8 +148,6 @@ class Keeper:
                 continue
             if record.get("stop"):
                 (self.place.path / "stop").write_text("persist --stop")
-            if record["kind"] == "save":
-                self._drop_older_saves(record["step"])
             self._jobs.append(
                 {
                     "reason": record["kind"],
@@ -149,11 +159,6 @@ class Keeper:
                 }
             )
 
-    def _drop_older_saves(self, step: int) -> None:
-        """A disk that is slower than the saves asked for gets the newest one only."""
-        for job in [job for job in self._jobs if job["reason"] == "save" and job["step"] < step and job.get("tries")]:
-            self._finish(job, None, "a newer save was asked for")
-
     def _work_on_jobs(self) -> None:
         for job in list(self._jobs):
             if job.get("not_before", 0.0) > time.monotonic():
@@ -161,7 +166,7 @@ class Keeper:
             arenas = self.arenas()
             try:
                 self._do(job, arenas)
-            except HoldfastError as error:
+            except (HoldfastError, OSError) as error:
                 job["tries"] = job.get("tries", 0) + 1
                 job["not_before"] = time.monotonic() + min(60.0, RETRY_SECONDS * job["tries"])
                 self.journal.event("refused", reason=str(error), step=job["step"], tries=job["tries"])
@@ -174,41 +179,46 @@ class Keeper:
 
     def _do(self, job: dict[str, Any], arenas: list[Arena]) -> None:
         steps = common_steps(arenas)
-        step = job["step"]
-        if step is None:
-            if not steps:
-                self._finish(job, None, "no step is held whole in memory")
-                return
-            step = steps[0]
-        elif step not in steps:
-            if time.monotonic() - job["since"] < SAVE_PATIENCE:
+        if job["step"] is not None:
+            if job["step"] in steps:
+                steps = [job["step"]]
+            elif time.monotonic() - job["since"] < SAVE_PATIENCE:
                 return  # some rank is still copying
-            self._finish(job, None, f"step {step} did not become whole")
-            return
+            else:
+                steps = []
         on_disk = dict(checkpoints_in(self.place.folder))
-        if step in on_disk and job["step"] is None:
-            self._finish(job, on_disk[step], None)
-            return
+        for step in steps:
+            if step in on_disk and job["step"] is None:
+                self._finish(job, on_disk[step], None)
+                return
+            try:
+                self._finish(job, self._write(job, arenas, step), None)
+                return
+            except DamagedError as error:
+                self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
+        self._finish(job, None, f"no step is held whole in memory (asked for: {job['step'] or 'the newest'})")
+
+    def _write(self, job: dict[str, Any], arenas: list[Arena], step: int) -> Path:
         begin = time.perf_counter()
         slots = [found for arena in arenas if (found := held_at(arena, step))]
         for found in slots:
             found.arena.pin(found.index, True)
+        keep = job["step"] is not None
         try:
             retention = tuple(job.get("retention") or (None, None))
             path = write_checkpoint(arenas, step, self.place.folder / "checkpoints", (retention[0], retention[1]))
-        except HoldfastError:
-            if job["step"] is None:
+            keep = False
+        finally:
+            # what a trainer asked to save stays pinned until it is on disk
+            if not keep:
                 for found in slots:
                     found.arena.pin(found.index, False)
-            raise
-        for found in slots:
-            found.arena.pin(found.index, False)
         seconds = time.perf_counter() - begin
         size = sum(file.stat().st_size for file in path.iterdir()) if path.exists() else 0
         self.journal.event(
             "persisted", step=step, path=str(path), reason=job["reason"], bytes=size, seconds=round(seconds, 4)
         )
-        self._finish(job, path, None)
+        return path
 
     def _finish(self, job: dict[str, Any], path: Path | None, trouble: str | None) -> None:
         self._jobs.remove(job)

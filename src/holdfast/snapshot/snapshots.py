@@ -95,7 +95,7 @@ class Snapshots:
         self._copy: Copy | None = None
         self._committed: int | None = None
         self._ready, self._sequence, self._step = -1, 0, 0
-        self._stop_agreed = False
+        self._stop_agreed = self._save_waits = False
         self._last_keeper_check = 0.0
         self.quarantine = Quarantine(self.folder)
         self._move_in()
@@ -177,6 +177,8 @@ class Snapshots:
         self._step = step
         self.desk["step"] = step
         self._gate()
+        if self._save_waits:
+            self._save_newest()
         if step % self._interval == 0:
             self._begin_copy(step)
         self._look_after_keeper()
@@ -184,15 +186,24 @@ class Snapshots:
         self.stall_seconds += time.perf_counter() - begin
 
     def save(self, step: int) -> None:
-        """Has the keeper write this step to disk, from memory, while training goes on."""
+        """Has the keeper write this step to disk, from memory, while training goes on. Collective.
+
+        While an earlier save is still being written the request waits: the newest step is saved as soon as that one is done.
+        """
         self._finish_copy()
         if self._ready != step:
             self._gate()
             self._begin_copy(step)
             self._finish_copy()
-        if not self._holder.pin(step):
-            self._report("skipped", step, "no snapshot to save to disk")
-        elif self.team.first_here:
+        self._save_newest()
+
+    def _save_newest(self) -> None:
+        told = self.team.gather([self._holder.pinned(), self._ready])
+        self._save_waits = any(pinned for pinned, _ in told) or len({ready for _, ready in told}) > 1
+        if self._save_waits:
+            return
+        step = self._ready
+        if self._holder.pin(step) and self.team.first_here:
             request = {"kind": "save", "step": step, "retention": self._retention}
             write_json(self.place.requests / f"{time.time_ns():020d}-save.json", request)
 
@@ -211,6 +222,9 @@ class Snapshots:
     def close(self) -> None:
         """Ends the snapshots of a finished or stopped run. Saves asked for are on disk before the keeper frees the memory."""
         self._finish_copy()
+        while self._save_waits and keeper_alive(self.place):
+            time.sleep(0.05)
+            self._save_newest()
         stopped = self._wishes.look() is not None
         self._holder.close()
         self.desk["status"] = STOPPED if stopped else FINISHED
