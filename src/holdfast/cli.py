@@ -20,6 +20,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "merge": ("holdfast.data.command:merge", "join several .bin/.idx datasets into one"),
     "inspect": ("holdfast.inspection:inspect", "say what a file or folder is, and whether it is sound"),
     "train": ("holdfast.train.command:train_command", "pretrain GPT or BERT, any TP × PP × DP, and hold on to the run"),
+    "snapshots": (
+        "holdfast.snapshot.command:snapshots",
+        "what is held of a run in memory and on disk, verified or not",
+    ),
+    "persist": ("holdfast.snapshot.command:persist", "write a run's newest memory snapshot to disk now"),
     "convert": ("holdfast.conversion.command:convert", "Megatron ↔ Hugging Face ↔ Holdfast, exact, any layout"),
     "generate": (
         "holdfast.generation.command:generate_command",

@@ -15,6 +15,7 @@ from holdfast.errors import HoldfastError
 
 KINDS: dict[str, str] = {
     "dataset": "holdfast.data.inspection",
+    "snapshot": "holdfast.snapshot.inspection",
     "checkpoint": "holdfast.conversion.inspection",
 }
 

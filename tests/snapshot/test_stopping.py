@@ -49,7 +49,7 @@ def test_sigusr1_to_one_rank_stops_all_after_the_same_step(run, oracle):
 def torchrun(run, *arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1",
-         "--master-port=0", str(SCRIPT), str(run.folder), str(run.memory), *arguments],
+         "--standalone", str(SCRIPT), str(run.folder), str(run.memory), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,

@@ -20,6 +20,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "64 processes fetch at once; the cost of a cached fetch; what waiters cost the holder",
     ),
     "generate": ("holdfast.bench.generate", "greedy texts at batch 1 and 8, beside Hugging Face's generate"),
+    "snapshot": (
+        "holdfast.bench.snapshot",
+        "a snapshot at every step: its cost, its blocking part, the restore; beside torch.save and DCP",
+    ),
     "train": (
         "holdfast.bench.train",
         "training steps on random tokens, beside a plain compiled GPT-2 and Hugging Face",

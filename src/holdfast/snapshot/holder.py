@@ -93,15 +93,10 @@ class Holder:
     def _free_slot(self, arena: Arena, committed: int | None) -> int | None:
         headers = arena.headers()
         pinned = [arena.pinned(index) for index in range(SLOTS)]
-        free = [
-            (header.state == READY, header.sequence, index)
-            for index, header in enumerate(headers[: SLOTS if any(pinned) else 2])
-            if not pinned[index] and not (header.state == READY and header.step == committed)
-        ]
         if not any(pinned) and headers[2].state != EMPTY and headers[2].step != committed:
             arena.slot(2).store(NOTHING)
             arena.release_third()
-        for _, _, index in sorted(free):
+        for index in slots_to_use(headers, pinned, committed):
             if index < 2 or arena.reserve_third():
                 return index
         return None
@@ -153,6 +148,16 @@ class Holder:
         if team.first_here:
             _check_memory(self._place, [sizes_for(lay_out(kept[rank]), small_bytes) for rank in team.here])
         return Arena.create(path, sizes, self._place.key, plan, team.rank, team.world, generation)
+
+
+def slots_to_use(headers: Sequence[SlotHeader], pinned: Sequence[bool], committed: int | None) -> list[int]:
+    """The slots that may be overwritten, best first: not pinned, not the newest common step; the third beside a pinned one."""
+    free = [
+        (header.state == READY, header.sequence, index)
+        for index, header in enumerate(headers[: SLOTS if any(pinned) else 2])
+        if not pinned[index] and not (header.state == READY and header.step == committed)
+    ]
+    return [index for _, _, index in sorted(free)]
 
 
 def _check_memory(place: Place, wanted: Sequence[Any]) -> None:

@@ -28,6 +28,7 @@ from holdfast.snapshot.persisting import common_steps, held_at, newest_generatio
 from holdfast.snapshot.place import Place, open_arenas, read_json, write_json
 
 CHUNK = 16 << 20
+PULLED = "pulled-"
 TIMEOUT = 30.0
 BYTES_PER_SECOND = 1e9
 
@@ -119,8 +120,10 @@ def call(place: Place, node: str) -> Line:
 
 
 def pull(place: Place, node: str, file: str, slot: int) -> Path:
-    """Brings one slot of another node's arena here, into a file beside ours; its path. A file that is there already is used."""
-    path = place.path / f"pulled-{hashlib.sha256(f'{node}/{file}/{slot}'.encode()).hexdigest()[:16]}.arena"
+    """Brings one slot of another node's arena here, into a file of this process beside ours; its path."""
+    path = (
+        place.path / f"{PULLED}{os.getpid()}-{hashlib.sha256(f'{node}/{file}/{slot}'.encode()).hexdigest()[:16]}.arena"
+    )
     line = call(place, node)
     line.send({"do": "get", "file": file, "slot": slot})
     answer = line.receive()

@@ -98,7 +98,7 @@ def write_checkpoint(
     step: int,
     checkpoints: Path,
     retention: tuple[int | None, int | None] = (None, None),
-    patience: float = 60.0,
+    patience: float = 15.0,
 ) -> Path:
     """Writes the step that these arenas hold as a checkpoint. Arenas of other nodes are waited for in the shared folder."""
     held = [found for arena in arenas if (found := held_at(arena, step)) is not None]
@@ -128,11 +128,13 @@ def write_checkpoint(
                 entry.unlink()
             publish_step(temporary, final)
             retain(checkpoints, *retention)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise explain_os_error(error, final) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            _await_name(final, patience)
+    except BaseException as error:
+        if alone or 0 in states:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise explain_os_error(error, final) from error
         raise
     return final
 
@@ -213,6 +215,14 @@ def _await_entries(folder: Path, count: int, patience: float) -> list[dict[str, 
             raise HoldfastError(
                 f"{len(found)} of {count} ranks have written their part to {folder} within {patience:.0f} s"
             )
+        time.sleep(0.05)
+
+
+def _await_name(final: Path, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while not (final / FILE_NAME).exists():
+        if time.monotonic() > deadline:
+            raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {patience:.0f} s")
         time.sleep(0.05)
 
 

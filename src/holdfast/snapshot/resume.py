@@ -21,7 +21,7 @@ from holdfast.checkpoint.reader import Bytes, Tensors
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
 from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, forget
-from holdfast.snapshot.peers import pull
+from holdfast.snapshot.peers import PULLED, pull
 from holdfast.snapshot.place import open_arenas
 from holdfast.snapshot.smallstate import decode, set_random_state
 
@@ -74,7 +74,7 @@ def restore(snapshots: "Snapshots") -> Resumed:
             say(f"resumed from {source} at step {step} in {seconds:.2f} s; {lost} steps to redo")
             if team.rank == 0:
                 snapshots.quarantine.resumed_from(source, step)
-            return Resumed(step, in_memory == 1 and source == "memory", highest)
+            return Resumed(step, in_memory == 1, highest)
     if disk:
         raise HoldfastError(
             f"no checkpoint in {snapshots.folder} can be used (see the lines above); remove them to start afresh"
@@ -161,6 +161,8 @@ def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate) -> str | Non
     del source
     for arena in opened:
         arena.close()
+        if arena.path.name.startswith(PULLED):
+            arena.path.unlink()
     return _source_name(chosen)
 
 

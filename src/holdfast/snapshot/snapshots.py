@@ -79,6 +79,8 @@ class Snapshots:
         self.team = Team(self.place)
         self.stall_seconds = 0.0
         """How long the training waited for snapshots since the last `take` began: metrics call it snapshot_stall_ms."""
+        self.copy_seconds = 0.0
+        """How long the last copy took, beside the training."""
         self.skipped = 0
         self._interval, self._layout_note = max(1, interval), dict(layout or {})
         self._shared = dict(shared or {})
@@ -209,9 +211,8 @@ class Snapshots:
 
     def stop_requested(self) -> bool:
         """True on all ranks after the same step, when anybody asked the run to stop. Ask it once per step, after `take`."""
-        wish = self._wishes.look() is not None
         if self.team.one_node:
-            return self.team.stop_here(self._step, wish)
+            self._stop_agreed = self.team.stop_here(self._step, self._wishes.look() is not None)
         return self._stop_agreed
 
     def report_nan(self) -> None:
@@ -225,7 +226,7 @@ class Snapshots:
         while self._save_waits and keeper_alive(self.place):
             time.sleep(0.05)
             self._save_newest()
-        stopped = self._wishes.look() is not None
+        stopped = self._stop_agreed
         self._holder.close()
         self.desk["status"] = STOPPED if stopped else FINISHED
         self.desk.beat(6)
@@ -251,7 +252,7 @@ class Snapshots:
         if copy.trouble:
             self._report("discarded", copy.step, copy.trouble)
         else:
-            self._ready = copy.step
+            self._ready, self.copy_seconds = copy.step, copy.seconds
 
     def _gate(self) -> None:
         """Learns whether everybody holds what this rank held last; after that the older snapshot may be overwritten."""

@@ -1,0 +1,144 @@
+"""`bench snapshot`: what a snapshot at every step costs, and how fast a run is back, beside what torch offers.
+
+The training happens in processes of their own, which end as a crash does, so that the restore is that of a fresh
+process. Steps with and without snapshots alternate in blocks, so that a busy machine disturbs both alike; medians are told.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.bench.command import Tables
+from holdfast.errors import HoldfastError
+
+SHAPES: dict[str, dict[str, int]] = {
+    "small": {"layers": 4, "width": 256, "heads": 4, "positions": 128, "vocabulary": 8192, "batch": 4},
+    "345m": {"layers": 24, "width": 1024, "heads": 16, "positions": 1024, "vocabulary": 50304, "batch": 16},
+}
+
+
+def run(
+    *,
+    against: tuple[str, ...] = ("torch.save", "dcp.save", "dcp.async_save"),
+    model: Literal["auto", "small", "345m"] = "auto",
+    steps: int = 20,
+    rounds: int = 5,
+    compile: bool = True,
+    snapshot_dir: str = "/dev/shm",
+) -> Tables:
+    """Measures the cost of a snapshot at every step, the blocking part of it, and the restore from memory.
+
+    Args:
+        against: What else to measure in the same run: torch.save, dcp.save, dcp.async_save.
+        model: A GPT of 345 million parameters (auto, with CUDA) or of 5 million (auto, without).
+        steps: Steps in a block.
+        rounds: Blocks with and without snapshots, each.
+        compile: torch.compile the model (CUDA only).
+        snapshot_dir: Memory file system for the snapshots.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    name = model if model != "auto" else "345m" if cuda else "small"
+    work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    world = 1 if cuda else 2
+    task = {
+        "shape": SHAPES[name],
+        "cuda": cuda,
+        "compile": compile and cuda,
+        "steps": steps,
+        "rounds": rounds,
+        "against": list(against),
+        "memory": snapshot_dir,
+        "work": str(work),
+        "world": world,
+    }
+    try:
+        trained = _children("train", task, world)
+        restored = _children("restore", task, world)
+    finally:
+        _clean(work, snapshot_dir)
+    return _tables(trained, restored, name, world)
+
+
+def _children(what: str, task: dict[str, Any], world: int) -> list[dict[str, Any]]:
+    """Runs the ranks of one part in processes of their own; what they found."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path])), "OMP_NUM_THREADS": "1"}
+    if task["cuda"]:
+        environment.pop("OMP_NUM_THREADS")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "holdfast.bench.snapshot_ranks", what, json.dumps(task), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(world)
+    ]
+    answers = []
+    for process in processes:
+        output, _ = process.communicate()
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        if not lines:
+            raise HoldfastError(f"the {what} part of the bench failed with exit code {process.returncode}")
+        answers.append(json.loads(lines[-1]))
+    return answers
+
+
+def _tables(trained: list[dict[str, Any]], restored: list[dict[str, Any]], name: str, world: int) -> Tables:
+    first = trained[0]
+    state = first["state_bytes"]
+    plain, held = first["plain_ms"], first["held_ms"]
+    steps = [
+        {
+            "model": name,
+            "parameters": first["parameters"],
+            "ranks": world,
+            "state GB": state / 1e9,
+            "step ms": plain,
+            "with snapshots ms": held,
+            "ratio": held / plain,
+            "blocking ms (median)": first["stall_ms"],
+            "blocking ms (95%)": first["stall_p95_ms"],
+            "copy of own share ms": first["memcpy_ms"],
+            "blocking/copy": first["stall_ms"] / first["memcpy_ms"] if first["memcpy_ms"] else 0.0,
+            "snapshot ms": first["copy_ms"],
+            "skipped": first["skipped"],
+        }
+    ]
+    saves = [{"how": "holdfast, every step", "blocks ms": first["stall_ms"], "complete after ms": first["copy_ms"]}]
+    saves += first["rivals"]
+    back = [
+        {
+            "how": "holdfast, from memory",
+            "seconds": max(answer["restore_s"] for answer in restored),
+            "GB/s": state / 1e9 / max(answer["restore_s"] for answer in restored),
+            "steps lost": restored[0]["steps_lost"],
+        }
+    ]
+    return {
+        "A snapshot at every step": steps,
+        "How long training stands still for one save": saves,
+        "Back after a crash (processes are up)": back,
+    }
+
+
+def _clean(work: Path, memory: str) -> None:
+    """Ends the keeper of the crashed run and frees its memory."""
+    import signal
+
+    from holdfast.snapshot.place import Place, read_json
+
+    place = Place.of("bench", work, memory)
+    keeper = read_json(place.path / "keeper.json")
+    if keeper is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(keeper["process"]), signal.SIGKILL)
+    shutil.rmtree(place.path, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)

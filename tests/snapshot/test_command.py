@@ -1,0 +1,54 @@
+"""The verbs `snapshots`, `persist` and `inspect` on a run that lives, one that died, and one that is only on disk."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.checkpoint.folder import checkpoints_in
+
+from .harness import Fault, launch, nothing_left, wait_for
+
+pytestmark = pytest.mark.distributed
+
+
+def holdfast(*arguments, code=0):
+    answer = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", *arguments], capture_output=True, text=True, env=os.environ, timeout=120
+    )
+    assert answer.returncode == code, answer.stderr
+    return answer.stdout if code == 0 else answer.stderr
+
+
+def test_persist_with_and_without_living_trainers(run, memory):
+    run.steps, run.pace = 5000, 0.02
+    where = ["--snapshot-dir", str(memory)]
+    launched = launch(run)
+    wait_for(lambda: run.trace("restored") and list(memory.rglob("*.arena")), "a snapshot")
+    path = holdfast("persist", str(run.folder), *where).strip()
+    assert path == str(checkpoints_in(run.folder)[-1][1])
+    facts = json.loads(holdfast("snapshots", run.name, *where, "--json", "--verify"))
+    assert facts["keeper"] and [rank["alive"] for rank in facts["ranks"]] == [True, True]
+    assert len(facts["arenas"]) == 2 and facts["common_steps"] and facts["checkpoints"][0]["trouble"] is None
+    launched.kill()
+    launched.wait(run)
+    assert "gone" in holdfast("snapshots", run.name, *where)
+    holdfast("persist", run.name, *where)
+    (arena, _) = sorted(memory.rglob("*.arena"))
+    shown = json.loads(holdfast("inspect", str(arena), "--json"))
+    assert "verified" in json.dumps(shown)
+    launched = launch(run, 1)
+    wait_for(lambda: len(run.trace("restored")) == 4, "the ranks to be back")
+    holdfast("persist", run.name, "--stop", *where)
+    assert launched.wait(run)
+    wait_for(lambda: nothing_left(memory), "the memory to be freed")
+    assert "checkpoint of step" in holdfast("inspect", str(run.folder))
+
+
+def test_an_unknown_run_is_named_beside_those_that_are_held(run, memory):
+    run.faults = [Fault("kill", rank=-1, step=4)]
+    launch(run).wait(run)
+    complaint = holdfast("persist", "nobody", "--snapshot-dir", str(memory), code=1)
+    assert "nobody" in complaint and run.name in complaint and "Traceback" not in complaint

@@ -1,0 +1,168 @@
+"""Two "nodes": two folders in memory, two keepers that talk over loopback; rows 21-23 of the matrix."""
+
+import os
+import shutil
+import signal
+import socket
+import threading
+
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.snapshot import peers
+from holdfast.snapshot.place import Place, read_json, write_json
+
+from .harness import Fault, keeper_process, launch, wait_for
+
+pytestmark = pytest.mark.distributed
+
+
+def places(run):
+    return [Place.of(run.name, run.folder, run.memory / f"node{node}") for node in range(2)]
+
+
+@pytest.fixture
+def pair(run):
+    """Two ranks on two nodes, every rank's memory copied to the other node."""
+    run.nodes = 2
+    run.options = {"mode": "peer"}
+    run.pace, run.steps = 0.05, 30
+    for node in range(2):
+        (run.memory / f"node{node}").mkdir()
+    return run
+
+
+def shipped(run):
+    return [event["step"] for event in run.events("snapshot") if event["outcome"] == "peer"]
+
+
+def stop_everything(run, launched):
+    """A power cut: ranks and keepers are gone at once; memory is as it was."""
+    keepers = [keeper_process(place) for place in places(run)]
+    for process in keepers:
+        os.kill(process, signal.SIGSTOP)
+    launched.kill()
+    launched.wait(run)
+    for process in keepers:
+        os.kill(process, signal.SIGKILL)
+    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+
+
+def test_pairs_are_disjoint_and_everybody_has_a_peer():
+    for count in range(2, 12):
+        nodes = [f"n{i}" for i in range(count)]
+        partners = {node: peers.peer_of(nodes, node) for node in nodes}
+        assert all(partner and partner != node for node, partner in partners.items())
+        assert len(set(partners.values())) == count, "nobody holds copies for two"
+        together = sum(partners[partner] == node for node, partner in partners.items())
+        assert together == (count if count % 2 == 0 else count - 3)
+    assert peers.peer_of(["a", "a"], "a") is None
+
+
+def test_a_lost_node_is_restored_from_its_peer(pair, check):
+    launched = launch(pair)
+    wait_for(lambda: len(shipped(pair)) >= 6, "copies on the peer")
+    stop_everything(pair, launched)
+    shutil.rmtree(places(pair)[1].path)
+    reached = places(pair)[0].desks()[0]["step"]
+    pair.pace = 0.0
+    check(pair, lost=8, sources=("mixed", "peer"))
+    assert reached - pair.events("resumed")[0]["step"] <= 8
+
+
+def test_a_node_and_its_peer_lost_leaves_the_disk(pair, check):
+    pair.save_every = 4
+    launched = launch(pair)
+    wait_for(lambda: pair.events("persisted"), "a checkpoint")
+    keepers = [keeper_process(place) for place in places(pair)]
+    launched.kill()
+    launched.wait(pair)
+    for process in keepers:
+        os.kill(process, signal.SIGKILL)
+    for place in places(pair):
+        shutil.rmtree(place.path)
+    pair.pace, pair.save_every = 0.0, 0
+    check(pair, lost=30, sources=("disk",))
+    assert pair.events("resumed")[0]["step"] % 4 == 0
+
+
+class Proxy:
+    """A link between the nodes that damages the first chunk and breaks once, then behaves."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            server = socket.create_connection(("127.0.0.1", self._port))
+            number = self.connections
+            threading.Thread(target=self._pump, args=(client, server, number), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, 0), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, number: int) -> None:
+        passed = 0
+        try:
+            while content := source.recv(65536):
+                if number == 1 and passed > 20_000:
+                    target.close()  # the link breaks in the middle of the first shipment
+                    return
+                if number == 2 and passed < 30_000 <= passed + len(content):
+                    damaged = bytearray(content)
+                    damaged[-1] ^= 1
+                    content = bytes(damaged)
+                passed += len(content)
+                target.sendall(content)
+        except OSError:
+            pass
+        finally:
+            target.close()
+
+
+def test_a_broken_and_damaging_link_delays_copies_and_stops_nothing(pair, check):
+    pair.width = 64
+    launched = launch(pair)
+    there = places(pair)[1]
+    record = wait_for(lambda: read_json(peers.node_file(there, there.node)), "the keeper of the other node")
+    proxy = Proxy(record["port"])
+    write_json(peers.node_file(there, there.node), {**record, "port": proxy.listener.getsockname()[1]})
+    wait_for(lambda: proxy.connections >= 3, "the shipment to be tried again")
+    before = len(shipped(pair))
+    wait_for(lambda: len(shipped(pair)) >= before + 3, "copies to arrive after all")
+    assert launched.wait(pair)
+    proxy.listener.close()
+
+
+def test_who_does_not_know_the_secret_gets_nothing(pair):
+    launched = launch(pair)
+    place = places(pair)[0]
+    record = wait_for(lambda: read_json(peers.node_file(place, place.node)), "a keeper")
+    connection = socket.create_connection(("127.0.0.1", record["port"]))
+    with pytest.raises((HoldfastError, ConnectionError)):
+        line = peers.Line(connection, b"a guess", server=False)
+        line.send({"do": "get", "file": "rank-00000.desk", "slot": 0})
+        line.receive()
+    launched.kill()
+    launched.wait(pair)
+
+
+def test_a_run_over_two_nodes_writes_one_checkpoint(pair, oracle):
+    from .test_keeper import hash_on_disk
+
+    pair.save_every, pair.steps = 5, 6
+    assert launch(pair).wait(pair)
+    assert hash_on_disk(pair, 5) == oracle(pair)[5]
+
+
+def test_stops_are_agreed_over_nodes(pair):
+    pair.steps = 200
+    pair.faults = [Fault("usr1", rank=1, step=6, point="backward")]
+    assert launch(pair).wait(pair)
+    assert len({end["step"] for end in pair.trace("ended")}) == 1
