@@ -184,6 +184,8 @@ def train(rank: int, attempt: int, run: Run, store: str) -> None:
         if run.save_every and step % run.save_every == 0:
             snapshots.save(step)
             at("saved", step)
+        if step % 50 == 0:
+            trace.event("resources", rank=rank, step=step, **resources())
         time.sleep(run.pace)
         if snapshots.stop_requested():
             break
@@ -202,6 +204,14 @@ def train(rank: int, attempt: int, run: Run, store: str) -> None:
     snapshots.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def resources() -> dict[str, int]:
+    """What must not grow from step to step."""
+    import psutil
+
+    me = psutil.Process()
+    return {"descriptors": me.num_fds(), "threads": me.num_threads(), "private": me.memory_full_info().uss}
 
 
 def live(*arguments: Any) -> None:

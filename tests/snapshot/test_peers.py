@@ -127,7 +127,7 @@ class Proxy:
 
 
 def test_a_broken_and_damaging_link_delays_copies_and_stops_nothing(pair, check):
-    pair.width = 64
+    pair.width, pair.steps = 64, 5000
     launched = launch(pair)
     there = places(pair)[1]
     record = wait_for(lambda: read_json(peers.node_file(there, there.node)), "the keeper of the other node")
@@ -136,7 +136,10 @@ def test_a_broken_and_damaging_link_delays_copies_and_stops_nothing(pair, check)
     wait_for(lambda: proxy.connections >= 3, "the shipment to be tried again")
     before = len(shipped(pair))
     wait_for(lambda: len(shipped(pair)) >= before + 3, "copies to arrive after all")
-    assert launched.wait(pair)
+    reached = places(pair)[0].desks()[0]["step"]
+    wait_for(lambda: places(pair)[0].desks()[0]["step"] > reached, "training to go on")
+    launched.kill()
+    launched.wait(pair)
     proxy.listener.close()
 
 

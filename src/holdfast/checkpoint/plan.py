@@ -97,6 +97,21 @@ def ranks_to_persist(kept: Sequence[Sequence[Piece]]) -> list[int]:
     return chosen
 
 
+def complete_sets(kept: Sequence[Sequence[Piece]], cohorts: Sequence[Hashable]) -> list[list[int]]:
+    """Sets of ranks of which each holds the whole state: those to persist, and every cohort that needs no other."""
+    found = [ranks_to_persist(kept)]
+    elements = {piece.name: math.prod(piece.global_shape) for pieces in kept for piece in pieces}
+    for cohort in dict.fromkeys(cohorts):
+        ranks = [rank for rank, its in enumerate(cohorts) if its == cohort]
+        held: dict[str, int] = defaultdict(int)
+        for rank in ranks:
+            for piece in kept[rank]:
+                held[piece.name] += math.prod(piece.shape)
+        if dict(held) == elements and ranks != found[0]:
+            found.append(ranks)
+    return found
+
+
 def overlap(
     offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -31,6 +31,7 @@ from holdfast.snapshot.digest import digest_starts, sum_rows
 MAGIC = b"HFARENA1"
 SLOTS = 3
 EMPTY, WRITING, READY = 0, 1, 2
+DISK, PEER = 0, 1
 STATES = {EMPTY: "empty", WRITING: "writing", READY: "ready"}
 META_ROOM = 64 << 10
 
@@ -238,11 +239,12 @@ class Arena:
     def ready_steps(self) -> set[int]:
         return {header.step for header in self.headers() if header.state == READY}
 
-    def pin(self, index: int, pinned: bool) -> None:
-        self._words[_PINS + index] = int(pinned)
+    def pin(self, index: int, pinned: bool, why: int = DISK) -> None:
+        """Keeps a slot from being overwritten, or lets it go again. Each reason has a byte of its own."""
+        self._words[_PINS + SLOTS * why + index] = int(pinned)
 
-    def pinned(self, index: int) -> bool:
-        return bool(self._words[_PINS + index])
+    def pinned(self, index: int, why: int | None = None) -> bool:
+        return any(self._words[_PINS + SLOTS * reason + index] for reason in ((DISK, PEER) if why is None else (why,)))
 
     def set_verified(self, index: int, sequence: int) -> None:
         struct.pack_into("<Q", self._words, _VERIFIED + 8 * index, sequence)
@@ -298,7 +300,8 @@ def forget(arena: Arena, keep: int | None) -> None:
     for index, header in enumerate(arena.headers()):
         if header.state != EMPTY and header.step != keep:
             arena.slot(index).store(NOTHING)
-        arena.pin(index, False)
+        for why in (DISK, PEER):
+            arena.pin(index, False, why)
 
 
 def arena_name(rank: int, world: int, plan: str) -> str:

@@ -15,11 +15,22 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.collective import agree
 from holdfast.checkpoint.layout import Layout, Piece, lay_out
-from holdfast.checkpoint.plan import divide, plan_hash, ranks_to_persist
+from holdfast.checkpoint.plan import complete_sets, divide, plan_hash, ranks_to_persist
 from holdfast.checkpoint.state import State
 from holdfast.checkpoint.writing import decode_held, encode_held
 from holdfast.errors import HoldfastError
-from holdfast.snapshot.arena import EMPTY, NOTHING, READY, SLOTS, WRITING, Arena, SlotHeader, arena_name, sizes_for
+from holdfast.snapshot.arena import (
+    DISK,
+    EMPTY,
+    NOTHING,
+    READY,
+    SLOTS,
+    WRITING,
+    Arena,
+    SlotHeader,
+    arena_name,
+    sizes_for,
+)
 from holdfast.snapshot.copying import Copier, Copy
 from holdfast.snapshot.place import Place
 from holdfast.snapshot.team import Team
@@ -29,7 +40,7 @@ class Holder:
     def __init__(self, state: State, team: Team, place: Place, mode: str, on_ready: Callable[[int], None]) -> None:
         self._state, self._team, self._place, self._mode, self._on_ready = state, team, place, mode, on_ready
         self.arena: Arena | None = None
-        self.plan: dict[str, Any] = {"writers": [], "token": ""}
+        self.plan: dict[str, Any] = {"writers": [], "complete": [], "token": ""}
         """What the keeper must know of the plan: whose pieces make up the state, and a name for this division."""
         self._copier: Copier | None = None
         self._watched: list[tuple[torch.Tensor, int]] = []
@@ -80,7 +91,7 @@ class Holder:
 
     def pinned(self) -> bool:
         """A slot of this rank is waiting for the disk."""
-        return self.arena is not None and any(self.arena.pinned(index) for index in range(SLOTS))
+        return self.arena is not None and any(self.arena.pinned(index, DISK) for index in range(SLOTS))
 
     def close(self) -> None:
         if self._copier is not None:
@@ -133,7 +144,12 @@ class Holder:
         if self.arena is not None:
             self.arena.close()
         self.arena = arena
-        self.plan = {"writers": ranks_to_persist(kept), "token": f"{generation:x}"}
+        cohorts = [str(entry["cohort"]) for entry in told]
+        self.plan = {
+            "writers": ranks_to_persist(kept),
+            "complete": complete_sets(kept, cohorts),
+            "token": f"{generation:x}",
+        }
         return layout
 
     def _make_arena(self, kept: Sequence[Sequence[Piece]], layout: Layout, small_bytes: int, generation: int) -> Arena:

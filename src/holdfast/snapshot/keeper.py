@@ -213,11 +213,12 @@ class Keeper:
             if not keep:
                 for found in slots:
                     found.arena.pin(found.index, False)
-        seconds = time.perf_counter() - begin
-        size = sum(file.stat().st_size for file in path.iterdir()) if path.exists() else 0
-        self.journal.event(
-            "persisted", step=step, path=str(path), reason=job["reason"], bytes=size, seconds=round(seconds, 4)
-        )
+        if arenas[0].rank == 0:  # one word per checkpoint, however many nodes wrote it
+            seconds = round(time.perf_counter() - begin, 4)
+            size = sum(file.stat().st_size for file in path.iterdir())
+            self.journal.event(
+                "persisted", step=step, path=str(path), reason=job["reason"], bytes=size, seconds=seconds
+            )
         return path
 
     def _finish(self, job: dict[str, Any], path: Path | None, trouble: str | None) -> None:

@@ -23,7 +23,7 @@ import xxhash
 from holdfast.checkpoint.layout import PAGE
 from holdfast.errors import HoldfastError
 from holdfast.journal import Journal
-from holdfast.snapshot.arena import NOTHING, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
+from holdfast.snapshot.arena import NOTHING, PEER, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
 from holdfast.snapshot.persisting import common_steps, held_at, newest_generation
 from holdfast.snapshot.place import Place, open_arenas, read_json, write_json
 
@@ -205,7 +205,7 @@ class Peers:
         held = [found for arena in arenas if (found := held_at(arena, step))]
         try:
             for found in held:
-                found.arena.pin(found.index, True)
+                found.arena.pin(found.index, True, PEER)
             if all(found.still_there() for found in held):
                 for found in held:
                     self._ship(peer, found, settings.get("peer_bytes_per_second", BYTES_PER_SECOND))
@@ -218,7 +218,7 @@ class Peers:
             time.sleep(0.5)
         finally:
             for found in held:
-                found.arena.pin(found.index, False)
+                found.arena.pin(found.index, False, PEER)
                 found.arena.close()
 
     def _ship(self, peer: str, held: Any, rate: float) -> None:

@@ -8,7 +8,7 @@ or damaged meanwhile never gets a final name; when anything fails the temporary 
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,10 @@ class Held:
     @property
     def slot(self) -> Slot:
         return self.arena.slot(self.index)
+
+    @property
+    def small(self) -> dict[str, Any]:
+        return self.slot.small_state(self.header)
 
     def still_there(self) -> bool:
         return self.slot.header() == self.header
@@ -100,56 +104,111 @@ def write_checkpoint(
     retention: tuple[int | None, int | None] = (None, None),
     patience: float = 15.0,
 ) -> Path:
-    """Writes the step that these arenas hold as a checkpoint. Arenas of other nodes are waited for in the shared folder."""
-    held = [found for arena in arenas if (found := held_at(arena, step)) is not None]
+    """Writes the step that these arenas hold as a checkpoint. Over several nodes the keepers meet in one folder.
+
+    The keeper with rank 0 waits for the others and gives the folder its name; if it does not come, a node that holds
+    everything writes alone.
+    """
+    held = {arena.rank: found for arena in arenas if (found := held_at(arena, step)) is not None}
     if len(held) != len(arenas) or not held:
         raise HoldfastError(f"step {step} is no longer in memory")
-    states = {found.arena.rank: found.slot.small_state(found.header) for found in held}
-    facts = next(iter(states.values()))
-    writers: list[int] = facts["writers"]
+    facts = next(iter(held.values())).small
     final = checkpoints / step_folder_name(step)
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         remove_dead_temporaries(checkpoints)
-        alone = set(writers) <= set(states)
-        temporary = new_temporary(checkpoints, step) if alone else _shared_temporary(checkpoints, step, facts["token"])
-        _check_room(checkpoints, sum(found.arena.sizes.payload for found in held if found.arena.rank in writers))
+        if len(held) == facts["world"]:
+            _write_alone(held, facts["writers"], new_temporary(checkpoints, step), final)
+        elif 0 in held:
+            _lead(held, facts, _shared_temporary(checkpoints, step, facts["token"]), final, patience)
+        else:
+            _follow(held, facts, _shared_temporary(checkpoints, step, facts["token"]), final, patience)
+        if 0 in held:
+            retain(checkpoints, *retention)
     except OSError as error:
         raise explain_os_error(error, final) from error
-    try:
-        temporary.mkdir(exist_ok=not alone)
-        for found in held:
-            _write_entry(temporary, found, states[found.arena.rank], found.arena.rank in writers)
-        if 0 in states or alone:
-            entries = _await_entries(temporary, facts["world"] if not alone else len(held), patience)
-            write_manifest(temporary, _manifest(step, entries, facts, held[0]))
-            fsync(temporary / FILE_NAME)
-            for entry in temporary.glob("*" + ENTRY_SUFFIX):
-                entry.unlink()
-            publish_step(temporary, final)
-            retain(checkpoints, *retention)
-        else:
-            _await_name(final, patience)
-    except BaseException as error:
-        if alone or 0 in states:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise explain_os_error(error, final) from error
-        raise
     return final
 
 
-def _write_entry(folder: Path, held: Held, small: dict[str, Any], writes: bool) -> None:
+def _write_alone(held: Mapping[int, Held], writers: Sequence[int], temporary: Path, final: Path) -> None:
+    _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers))
+    try:
+        temporary.mkdir()
+        for rank, found in held.items():
+            _write_entry(temporary, found, rank in writers)
+        _complete(temporary, final, _read_entries(temporary))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _lead(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
+    """With rank 0: waits for what the other nodes write; those that hold nothing needed are not waited for for ever."""
+    writers = facts["writers"]
+    _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers if rank in held))
+    try:
+        temporary.mkdir(exist_ok=True)
+        for rank, found in held.items():
+            _write_entry(temporary, found, rank in writers)
+        deadline = time.monotonic() + patience
+        while len(entries := _read_entries(temporary)) < facts["world"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not set(writers) <= {entry["rank"] for entry in entries}:
+            raise HoldfastError(
+                f"{len(entries)} of {facts['world']} ranks have written their part within {patience:.0f} s"
+            )
+        _complete(temporary, final, entries)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
+    """Without rank 0: adds what this node has, and waits for the name."""
+    if not (final / FILE_NAME).exists():
+        temporary.mkdir(exist_ok=True)
+        for rank, found in held.items():
+            _write_entry(temporary, found, rank in facts["writers"])
+    deadline = time.monotonic() + 2 * patience
+    while not (final / FILE_NAME).exists():
+        if time.monotonic() > deadline:
+            shutil.rmtree(temporary, ignore_errors=True)
+            own = next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
+            if own is None:
+                raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {2 * patience:.0f} s")
+            _write_alone(held, own, new_temporary(final.parent, held[own[0]].header.step), final)
+        time.sleep(0.05)
+
+
+def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> None:
+    """The manifest, then the name."""
+    write_manifest(temporary, _manifest(entries))
+    fsync(temporary / FILE_NAME)
+    for entry in temporary.glob("*" + ENTRY_SUFFIX):
+        entry.unlink()
+    publish_step(temporary, final)
+
+
+def _write_entry(folder: Path, held: Held, writes: bool) -> None:
     """One rank's shard and what the manifest will say about it."""
-    file = None
-    if writes:
-        file = asdict(_write_shard(folder, held))
+    file = asdict(_write_shard(folder, held)) if writes else None
+    record = {
+        "rank": held.arena.rank,
+        "step": held.header.step,
+        "plan": held.arena.plan,
+        "file": file,
+        "tensors": {p.name: (p.dtype, list(p.global_shape)) for p in held.slot.layout(held.header).pieces},
+        "small": held.small,
+    }
     if not held.still_there():
         raise HoldfastError(
             f"step {held.header.step} of rank {held.arena.rank} was overwritten while it was written to disk"
         )
-    record = {"rank": held.arena.rank, "file": file, "tensors": _tensors(held), "small": small}
     write_json(folder / f"rank-{held.arena.rank:05d}{ENTRY_SUFFIX}", record)
+
+
+def _read_entries(folder: Path) -> list[dict[str, Any]]:
+    return [read_json(path) for path in sorted(folder.glob("*" + ENTRY_SUFFIX))]
 
 
 def _write_shard(folder: Path, held: Held) -> ShardFile:
@@ -169,25 +228,21 @@ def _write_shard(folder: Path, held: Held) -> ShardFile:
     return describe_shard(layout, held.arena.rank, held.arena.world, chunks)
 
 
-def _tensors(held: Held) -> dict[str, Any]:
-    return {piece.name: (piece.dtype, list(piece.global_shape)) for piece in held.slot.layout(held.header).pieces}
-
-
-def _manifest(step: int, entries: list[dict[str, Any]], facts: dict[str, Any], held: Held) -> Manifest:
+def _manifest(entries: list[dict[str, Any]]) -> Manifest:
     tensors: dict[str, Any] = {}
     for entry in entries:
         tensors.update(entry["tensors"])
     smalls = {entry["rank"]: entry["small"] for entry in entries}
-    extra = smalls[min(smalls)]["extra"]
+    facts = smalls[min(smalls)]
     return Manifest(
-        step=step,
+        step=entries[0]["step"],
         world=facts["world"],
-        plan_hash=held.arena.plan,
+        plan_hash=entries[0]["plan"],
         tensors=dict(sorted(tensors.items())),
         files=[ShardFile(**entry["file"]) for entry in entries if entry["file"]],
         layout=facts["layout"],
-        shared={**facts["shared"], "extra": extra},
-        per_rank=[_per_rank(smalls[rank], extra) if rank in smalls else {} for rank in range(facts["world"])],
+        shared={**facts["shared"], "extra": facts["extra"]},
+        per_rank=[_per_rank(smalls[r], facts["extra"]) if r in smalls else {} for r in range(facts["world"])],
         optimizer_settings=merge_settings([smalls[rank]["optimizer"] for rank in sorted(smalls)]),
         padded_rows=facts["padded_rows"],
         source="memory",
@@ -203,27 +258,6 @@ def _per_rank(small: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 def _shared_temporary(checkpoints: Path, step: int, token: str) -> Path:
     """The folder in which the keepers of several nodes meet; only the one with rank 0 gives it its final name."""
     return checkpoints / f".{step_folder_name(step)}.{token}.tmp"
-
-
-def _await_entries(folder: Path, count: int, patience: float) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + patience
-    while True:
-        found = sorted(folder.glob("*" + ENTRY_SUFFIX))
-        if len(found) >= count:
-            return [read_json(path) for path in found]
-        if time.monotonic() > deadline:
-            raise HoldfastError(
-                f"{len(found)} of {count} ranks have written their part to {folder} within {patience:.0f} s"
-            )
-        time.sleep(0.05)
-
-
-def _await_name(final: Path, patience: float) -> None:
-    deadline = time.monotonic() + patience
-    while not (final / FILE_NAME).exists():
-        if time.monotonic() > deadline:
-            raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {patience:.0f} s")
-        time.sleep(0.05)
 
 
 def _check_room(folder: Path, needed: int) -> None:

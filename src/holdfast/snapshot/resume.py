@@ -6,23 +6,28 @@ tried. The invariant: what `restore` fills in was verified after it was chosen, 
 newest of its kind.
 """
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from holdfast.checkpoint.collective import agree
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.loading import fill, load, refuse_unused
 from holdfast.checkpoint.manifest import merge_settings
 from holdfast.checkpoint.reader import Bytes, Tensors
+from holdfast.checkpoint.state import State
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
-from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, forget
+from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, SlotHeader, forget
 from holdfast.snapshot.peers import PULLED, pull
-from holdfast.snapshot.place import open_arenas
+from holdfast.snapshot.place import Place, open_arenas
 from holdfast.snapshot.smallstate import decode, set_random_state
 
 if TYPE_CHECKING:
@@ -60,12 +65,15 @@ def restore(snapshots: "Snapshots") -> Resumed:
     begin = time.perf_counter()
     team = snapshots.team
     reached = max(team.gather(snapshots.reached))
-    held, highest = _everything_held(snapshots)
+    held, complete, highest = _everything_held(snapshots)
     disk: list[list[Any]] = team.gather(_on_disk(snapshots.folder) if team.rank == 0 else None)[0]
-    candidates: list[tuple[int, int, Any]] = [(key[0], 1, candidate) for key, candidate in held.items()]
+    candidates: list[tuple[int, int, Any]] = [(key[0], 1, key) for key in held]
     candidates += [(step, 0, path) for step, path in disk]
     for step, in_memory, candidate in sorted(candidates, key=lambda entry: entry[:2], reverse=True):
-        source = _fill_from_memory(snapshots, candidate) if in_memory else _fill_from_disk(snapshots, candidate)
+        if in_memory:
+            source = _fill_from_memory(snapshots, held[candidate], complete[candidate])
+        else:
+            source = _fill_from_disk(snapshots, candidate)
         if source is not None:
             _forget_the_rest(snapshots, step if in_memory else None)
             lost = max(0, reached - step)
@@ -83,8 +91,12 @@ def restore(snapshots: "Snapshots") -> Resumed:
     return Resumed(0, sequence=highest)
 
 
-def _everything_held(snapshots: "Snapshots") -> tuple[dict[tuple[int, int], Candidate], int]:
-    """(step, generation) → complete candidate, over all nodes; and the highest sequence number given out so far."""
+Key = tuple[int, int]
+"""step, generation"""
+
+
+def _everything_held(snapshots: "Snapshots") -> tuple[dict[Key, Candidate], dict[Key, list[list[int]]], int]:
+    """Every complete candidate over all nodes, the sets of ranks that make it so, and the highest sequence number so far."""
     team, place = snapshots.team, snapshots.place
     mine: list[dict[str, Any]] = []
     if team.first_here:
@@ -93,17 +105,17 @@ def _everything_held(snapshots: "Snapshots") -> tuple[dict[tuple[int, int], Cand
                 mine += _list_slots(arena, place.node, peer)
                 arena.close()
     told = [entry for entries in team.gather(mine) for entry in entries]
-    writers = {(e["step"], e["generation"]): e["writers"] for e in told}
-    found: dict[tuple[int, int], Candidate] = defaultdict(lambda: defaultdict(list))
+    complete = {(e["step"], e["generation"]): e["complete"] for e in told}
+    found: dict[Key, Candidate] = defaultdict(lambda: defaultdict(list))
     for entry in sorted(told, key=lambda entry: entry["peer"]):
         fields = {name: entry[name] for name in Location.__dataclass_fields__}
         found[entry["step"], entry["generation"]][entry["rank"]].append(Location(**fields))
     whole = {
         key: candidate
         for key, candidate in found.items()
-        if set(writers[key]) <= set(candidate) and not snapshots.quarantine.holds("memory", key[0])
+        if _whole(complete[key], candidate) and not snapshots.quarantine.holds("memory", key[0])
     }
-    return whole, max((entry["sequence"] for entry in told), default=0)
+    return whole, complete, max((entry["sequence"] for entry in told), default=0)
 
 
 def _list_slots(arena: Arena, node: str, peer: bool) -> list[dict[str, Any]]:
@@ -112,58 +124,55 @@ def _list_slots(arena: Arena, node: str, peer: bool) -> list[dict[str, Any]]:
         if header.state != READY:
             continue
         try:
-            writers = arena.slot(index).small_state(header)["writers"]
+            complete = arena.slot(index).small_state(header)["complete"]
         except DamagedError as error:
             say(f"{error}; it is left out")
             continue
         copy = Location(
             node, arena.path.name, index, arena.rank, arena.plan, arena.generation, header.step, header.sequence, peer
         )
-        listed.append({**copy.__dict__, "writers": writers})
+        listed.append({**copy.__dict__, "complete": complete})
     return listed
 
 
-def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate) -> str | None:
+def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Sequence[Sequence[int]]) -> str | None:
     """Verifies a candidate and fills the state from it; None, with a word about it, if too little of it is whole."""
     team, place = snapshots.team, snapshots.place
     bad = _verify_here(snapshots, [copy for copies in candidate.values() for copy in copies])
-    chosen: dict[int, list[Location]] = {
-        rank: [copy for copy in copies if (copy.node, copy.file, copy.slot) not in bad]
+    good: Candidate = {
+        rank: sound
         for rank, copies in candidate.items()
+        if (sound := [copy for copy in copies if (copy.node, copy.file, copy.slot) not in bad])
     }
     step = next(iter(candidate.values()))[0].step
-    if not all(chosen.values()):
+    ranks = _whole(complete, good)
+    if ranks is None:
         say(f"the snapshot of step {step} in memory cannot be used; trying the next one")
         snapshots.event("snapshot", step=step, outcome="rejected", reason="; ".join(sorted(bad.values()))[:1000])
         return None
-    trouble = None
-    small: dict[int, dict[str, Any]] = {}
-    opened: list[Arena] = []
+    source = Tensors(f"the snapshot of step {step}", {})
+    trouble, opened = None, Opened(place, snapshots.state)
     try:
-        source = Tensors(f"the snapshot of step {step}", {})
-        for rank, copies in sorted(chosen.items()):
-            copy = next((c for c in copies if c.node == place.node), copies[0])
-            path = place.path / copy.file if copy.node == place.node else pull(place, copy.node, copy.file, copy.slot)
-            arena = Arena(path)
-            opened.append(arena)
-            slot = arena.slot(copy.slot)
-            small[rank] = _add(source, slot)
-        facts = next(iter(small.values()))
+        small = {rank: opened.add(source, good[rank]) for rank in ranks}
+        if team.rank in good and team.rank not in small and any(copy.node == place.node for copy in good[team.rank]):
+            small[team.rank] = opened.add(None, good[team.rank])
+        facts = small[ranks[0]]
         fill(source, snapshots.state, facts["padded_rows"])
     except Exception as error:
         trouble = error
+    finally:
+        opened.close()
     agree(trouble, team.group)
     refuse_unused(source.tensors, snapshots.state, source.origin, team.group)
-    settings = merge_settings([small[rank]["optimizer"] for rank in sorted(small)])
-    snapshots.state.apply_optimizer_settings(settings)
+    snapshots.state.apply_optimizer_settings(merge_settings([small[rank]["optimizer"] for rank in sorted(small)]))
     mine = small.get(team.rank) if facts["world"] == team.world else None
     _apply_small(snapshots, (mine or small[min(small)])["extra"], mine["random"] if mine else None)
-    del source
-    for arena in opened:
-        arena.close()
-        if arena.path.name.startswith(PULLED):
-            arena.path.unlink()
-    return _source_name(chosen)
+    return _source_name({rank: good[rank] for rank in ranks})
+
+
+def _whole(complete: Sequence[Sequence[int]], candidate: Candidate) -> list[int] | None:
+    """The first set of ranks that holds the whole state and is there."""
+    return next((sorted(ranks) for ranks in complete if set(ranks) <= set(candidate)), None)
 
 
 def _source_name(chosen: Candidate) -> str:
@@ -185,11 +194,19 @@ def _verify_here(snapshots: "Snapshots", copies: Sequence[Location]) -> dict[tup
             header = slot.header()
             if header.state != READY or header.step != copy.step:
                 raise DamagedError(f"{slot.origin} no longer holds step {copy.step}")
-            slot.verify(header, share, of)
+            _verify_with_threads(slot, header, share, of)
         except (DamagedError, FileNotFoundError) as error:
             bad.append([copy.node, copy.file, copy.slot, str(error)])
             say(str(error))
     return {(node, file, slot): why for told in team.gather(bad) for node, file, slot, why in told}
+
+
+def _verify_with_threads(slot: Slot, header: SlotHeader, share: int, of: int) -> None:
+    """numpy lets go of the interpreter lock while it sums."""
+    threads = max(1, min(8, (os.cpu_count() or 1) // of))
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda at: slot.verify(header, share * threads + at, of * threads), range(threads)):
+            pass
 
 
 class _Memory:
@@ -202,14 +219,45 @@ class _Memory:
         return self._payload[begin:end]
 
 
-def _add(source: Tensors, slot: Slot) -> dict[str, Any]:
-    header = slot.header()
-    layout = slot.layout(header)
-    content = _Memory(slot)
-    for piece, start in zip(layout.pieces, layout.starts, strict=True):
-        source.tensors[piece.name] = (piece.dtype, piece.global_shape)
-        source.add(piece, start, content)
-    return slot.small_state(header)
+class Opened:
+    """The slots that a state is filled from: mapped, or pulled from another node; known to CUDA while they are open."""
+
+    def __init__(self, place: Place, state: State) -> None:
+        self._place = place
+        self._cuda = any(parameter.is_cuda for parameter in state.parameters.values())
+        self._arenas: list[Arena] = []
+        self._registered: list[int] = []
+
+    def add(self, source: Tensors | None, copies: Sequence[Location]) -> dict[str, Any]:
+        """Adds one rank's pieces to the source; the rank's small state."""
+        place = self._place
+        copy = next((c for c in copies if c.node == place.node), copies[0])
+        path = place.path / copy.file if copy.node == place.node else pull(place, copy.node, copy.file, copy.slot)
+        arena = Arena(path)
+        self._arenas.append(arena)
+        slot = arena.slot(copy.slot)
+        header = slot.header()
+        if source is not None:
+            layout = slot.layout(header)
+            content = _Memory(slot)
+            for piece, start in zip(layout.pieces, layout.starts, strict=True):
+                source.tensors[piece.name] = (piece.dtype, piece.global_shape)
+                source.add(piece, start, content)
+            if self._cuda:
+                address = slot.whole.ctypes.data
+                if int(torch.cuda.cudart().cudaHostRegister(address, len(slot.whole), 0)) == 0:
+                    self._registered.append(address)
+        return slot.small_state(header)
+
+    def close(self) -> None:
+        if self._registered:
+            torch.cuda.synchronize()
+            for address in self._registered:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        for arena in self._arenas:
+            arena.close()
+            if arena.path.name.startswith(PULLED):
+                arena.path.unlink()
 
 
 def _on_disk(folder: Path) -> list[list[Any]]:

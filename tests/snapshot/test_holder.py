@@ -1,0 +1,83 @@
+"""Refusals and choices of a rank's own memory; row 20 of the matrix."""
+
+import os
+import re
+
+import pytest
+import torch
+
+from holdfast.errors import HoldfastError
+from holdfast.snapshot import Snapshots
+from holdfast.snapshot.arena import NOTHING, READY, SlotHeader
+from holdfast.snapshot.holder import slots_to_use
+
+from .harness import memory_folder
+
+
+def test_too_little_memory_is_refused_with_the_size_to_give(tmp_path, memory):
+    free = os.statvfs(memory).f_bavail * os.statvfs(memory).f_frsize
+    model = torch.nn.Module()
+    # takes no memory itself, and more than there is to be held
+    model.weight = torch.nn.Parameter(torch.zeros(1).expand(free // 4))
+    snapshots = Snapshots("big", model, folder=tmp_path, memory=memory)
+    assert snapshots.restore() == 0
+    with pytest.raises(HoldfastError, match="too small") as refusal:
+        snapshots.take(1)
+    (size,) = re.findall(r"--shm-size=(\d+)m", str(refusal.value))
+    assert int(size) << 20 > 3 * free
+    assert not list(memory.rglob("*.arena"))
+    assert "refused" in (tmp_path / "events.jsonl").read_text()
+    snapshots.close()
+
+
+def test_a_replaced_optimizer_state_is_noticed(tmp_path, memory):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train(snapshots, steps):
+        for step in range(1, steps + 1):
+            model(torch.ones(3)).sum().backward()
+            snapshots.commit()
+            optimizer.step()
+            if step == 2:
+                optimizer.load_state_dict(optimizer.state_dict())  # new tensors take the place of the old
+            snapshots.take(step)
+        snapshots.commit()
+
+    first = Snapshots("a", model, optimizer, folder=tmp_path, memory=memory)
+    first.restore()
+    train(first, 5)
+    wanted = [state[key].clone() for state in optimizer.state.values() for key in sorted(state)]
+    first._holder.close()
+    first.desk["status"] = 0
+    fresh = torch.optim.Adam(model.parameters())
+    second = Snapshots("a", model, fresh, folder=tmp_path, memory=memory)
+    assert second.restore() == 5
+    found = [state[key] for state in fresh.state.values() for key in sorted(state)]
+    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    second.close()
+
+
+def header(step):
+    return SlotHeader(READY, step, step, 0, 0, 0, 0, 0.0) if step else NOTHING
+
+
+@pytest.mark.parametrize(
+    ("steps", "pinned", "committed", "wanted"),
+    [
+        ((0, 0, 0), (0, 0, 0), None, [0, 1]),
+        ((4, 5, 0), (0, 0, 0), 5, [0]),
+        ((4, 5, 0), (0, 0, 0), 4, [1]),
+        ((4, 5, 0), (1, 0, 0), 5, [2]),
+        ((4, 5, 6), (1, 0, 0), 6, [1]),
+        ((4, 5, 6), (1, 1, 1), 6, []),
+    ],
+)
+def test_the_newest_common_step_and_pinned_slots_are_never_overwritten(steps, pinned, committed, wanted):
+    assert slots_to_use([header(step) for step in steps], [bool(pin) for pin in pinned], committed) == wanted
+
+
+def test_memory_folders_of_tests_are_removed():
+    with memory_folder() as path:
+        (path / "x").touch()
+    assert not path.exists()
