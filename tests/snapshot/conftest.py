@@ -49,7 +49,7 @@ def undisturbed(rank, run, store, answers):
         dist.init_process_group("gloo", store=dist.FileStore(store, run.world), rank=rank, world_size=run.world)
     model, optimizer = build(run)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
-    torch.manual_seed(100 + rank)
+    torch.manual_seed(100 + (rank % 2 if run.layout == "tp" else rank))
     data = torch.Generator()
     hashes = {}
     for step in range(max(60, run.steps)):

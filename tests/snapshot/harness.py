@@ -161,7 +161,7 @@ def train(rank: int, attempt: int, run: Run, store: str) -> None:
     at("restoring", 0)
     step = snapshots.restore()
     if not step:
-        torch.manual_seed(100 + rank)
+        torch.manual_seed(100 + (rank % 2 if run.layout == "tp" else rank))
     trace.event("restored", rank=rank, attempt=attempt, step=step, hash=state_hash(model, optimizer), seen=list(seen))
     data = torch.Generator()
     while step < run.steps:

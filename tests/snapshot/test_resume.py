@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot.quarantine import Quarantine
 
 from .harness import Fault, launch, nothing_left, run_to_the_end, wait_for
@@ -49,15 +50,35 @@ def test_another_model_is_refused_by_name_and_memory_is_kept(run, check):
     assert run.events("resumed")[0]["step"] >= 5
 
 
-def test_a_snapshot_that_leads_to_nan_twice_is_set_aside(run, tmp_path):
+def test_a_state_that_leads_to_nan_twice_is_set_aside(run, check):
     run.save_every, run.pace = 3, 0.05
-    run.faults = [Fault("kill", rank=-1, step=7, point="committed")]
+    run.faults = [
+        Fault("kill", rank=-1, step=8, point="committed"),
+        Fault("report_nan_and_die", rank=0, step=9, point="forward", attempts=(1, 2)),
+    ]
     assert not launch(run).wait(run)
-    wait_for(lambda: run.events("persisted"), "a checkpoint")
-    quarantine = Quarantine(run.folder)
-    run.faults = [Fault("report_nan_and_die", rank=0, step=8, point="forward", attempts=(1, 2, 3))]
+    first = wait_for(lambda: [e["step"] for e in run.events("persisted")], "a checkpoint")
     for attempt in (1, 2):
         assert not launch(run, attempt).wait(run)
-    bad = run.events("resumed")[0]["step"]
-    assert [event["step"] for event in run.events("resumed")][:1] == [bad]
-    assert quarantine.holds("memory", bad) or quarantine.holds("memory", run.events("resumed")[1]["step"])
+    bad = [event["step"] for event in run.events("resumed")]
+    assert len(bad) == 2 and min(bad) >= 7
+    assert launch(run, 3).wait(run)
+    resumed = run.events("resumed")[-1]
+    assert resumed["source"] == "disk" and resumed["step"] < min(bad) and resumed["step"] in first
+    assert [e for e in run.events("snapshot") if e["outcome"] == "set aside"]
+    assert not [step for step, _ in checkpoints_in(run.folder) if min(bad) <= step < 9]
+
+
+def test_a_single_nan_sets_nothing_aside(tmp_path):
+    quarantine = Quarantine(tmp_path)
+    quarantine.resumed_from(50)
+    quarantine.count()
+    assert quarantine.suspected() is None
+    quarantine.resumed_from(500)
+    quarantine.count()
+    assert quarantine.suspected() is None, "far beyond the first: another matter"
+    quarantine.resumed_from(501)
+    quarantine.count()
+    assert quarantine.suspected() == 500
+    quarantine.resumed_from(400)
+    assert quarantine.suspected() is None

@@ -6,6 +6,7 @@ tried. The invariant: what `restore` fills in was verified after it was chosen, 
 newest of its kind.
 """
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -65,9 +66,10 @@ def restore(snapshots: "Snapshots") -> Resumed:
     begin = time.perf_counter()
     team = snapshots.team
     reached = max(team.gather(snapshots.reached))
+    suspected = _suspected(snapshots)
     held, complete, highest = _everything_held(snapshots)
     disk: list[list[Any]] = team.gather(_on_disk(snapshots.folder) if team.rank == 0 else None)[0]
-    candidates: list[tuple[int, int, Any]] = [(key[0], 1, key) for key in held]
+    candidates: list[tuple[int, int, Any]] = [(key[0], 1, key) for key in held if key[0] < suspected]
     candidates += [(step, 0, path) for step, path in disk]
     for step, in_memory, candidate in sorted(candidates, key=lambda entry: entry[:2], reverse=True):
         if in_memory:
@@ -81,7 +83,7 @@ def restore(snapshots: "Snapshots") -> Resumed:
             snapshots.event("resumed", source=source, step=step, steps_lost=lost, seconds=round(seconds, 4))
             say(f"resumed from {source} at step {step} in {seconds:.2f} s; {lost} steps to redo")
             if team.rank == 0:
-                snapshots.quarantine.resumed_from(source, step)
+                snapshots.quarantine.resumed_from(step)
             return Resumed(step, in_memory == 1, highest)
     if disk:
         raise HoldfastError(
@@ -89,6 +91,20 @@ def restore(snapshots: "Snapshots") -> Resumed:
         )
     _forget_the_rest(snapshots, None)
     return Resumed(0, sequence=highest)
+
+
+def _suspected(snapshots: "Snapshots") -> float:
+    """The step from which on no state is used, because it led to NaN twice; rank 0 decides, and puts such checkpoints aside."""
+    suspect = None
+    if snapshots.team.rank == 0:
+        suspect = snapshots.quarantine.suspected()
+        for path in snapshots.quarantine.set_aside():
+            say(f"{path} led to NaN twice and is set aside")
+    told = snapshots.team.gather(suspect)[0]
+    if told is None:
+        return math.inf
+    snapshots.event("snapshot", step=told, outcome="set aside", reason="it led to NaN twice")
+    return float(told)
 
 
 Key = tuple[int, int]
@@ -110,11 +126,7 @@ def _everything_held(snapshots: "Snapshots") -> tuple[dict[Key, Candidate], dict
     for entry in sorted(told, key=lambda entry: entry["peer"]):
         fields = {name: entry[name] for name in Location.__dataclass_fields__}
         found[entry["step"], entry["generation"]][entry["rank"]].append(Location(**fields))
-    whole = {
-        key: candidate
-        for key, candidate in found.items()
-        if _whole(complete[key], candidate) and not snapshots.quarantine.holds("memory", key[0])
-    }
+    whole = {key: candidate for key, candidate in found.items() if _whole(complete[key], candidate)}
     return whole, complete, max((entry["sequence"] for entry in told), default=0)
 
 
