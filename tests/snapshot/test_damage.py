@@ -24,7 +24,7 @@ def flip(run, rank, where, age=0):
     slot = arena.slot(index)
     header = slot.header()
     target, position = {
-        "payload": (slot.payload, slot.layout(header).starts[-1] + 5),
+        "payload": (slot.payload, slot.layout(header).starts[0] + 5),
         "slot header": (slot.whole, 24),
         "table of tensors": (slot.payload, 40),
         "small state": (slot.meta, 10),
