@@ -90,9 +90,8 @@ def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "Tokenizer
     )
     lower = model.tokenizer.get("tokenizer_type") != "BertWordPieceCase"
     tokenizer = None
-    if named or all(
-        Path(given[key]).exists() for key in ("vocab_file", "merge_file", "tokenizer_model") if given.get(key)
-    ):
+    files = [given[key] for key in ("vocab_file", "merge_file", "tokenizer_model") if given.get(key)]
+    if files and (named or all(Path(file).exists() for file in files)):
         from holdfast.conversion.tokenizer_files import read_tokenizer
 
         tokenizer = read_tokenizer(
@@ -103,7 +102,7 @@ def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "Tokenizer
             lower,
             arch.max_position_embeddings,
         )
-    else:
+    elif files:
         model.notes.append("the tokenizer that the source names is not there any more")
     if options.true_vocab_size is not None and options.true_vocab_size < 1:
         raise UsageError("--true-vocab-size must be positive")

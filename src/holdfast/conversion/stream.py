@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.conversion.model import Mapped
-from holdfast.conversion.tensors import Tensor
+from holdfast.conversion.tensors import BLOCK_BYTES, Tensor
 from holdfast.conversion.torch_files import TorchLayout, lay_out_torch
 from holdfast.progress import progress
 
 FORGET_EVERY = 32 << 20
+_LOCAL = threading.local()
+SYNC_EVERY = 64 << 20
+"""Bytes after which the disk is set to work, so that the final sync finds little left to do."""
 
 
 @dataclass
@@ -122,11 +127,15 @@ def _run_jobs(
 ) -> None:
     # Large tensors first, so that the workers end together; neighbours in the file otherwise.
     ordered = sorted(jobs, key=lambda job: -(job[1].tensors[job[2]].nbytes >> 26))
-    with progress("converting", total) as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    workers, done, syncing = min(4, os.cpu_count() or 1), 0, None
+    with progress("converting", total) as bar, ThreadPoolExecutor(workers + 1) as pool, ThreadPoolExecutor(1) as syncer:
         futures = {pool.submit(_write_tensor, *job, regions, digests): job for job in ordered}
         try:
             for future in as_completed(futures):
                 bar.advance(future.result())
+                done += future.result()
+                if done >= SYNC_EVERY and (syncing is None or syncing.done()):
+                    syncing, done = syncer.submit(os.fdatasync, futures[future][0].descriptor), 0
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -138,7 +147,7 @@ def _write_tensor(
     tensor = file.tensors[name]
     at = target.places[name]
     checksum, digest, since = 0, hashlib.sha256(), 0
-    for block in tensor.blocks():
+    for block in tensor.blocks(_scratch()):
         data = np.ascontiguousarray(block).data.cast("B") if block.size else memoryview(b"")
         _write_all(target.descriptor, data, at)
         if target.torch is not None:
@@ -156,6 +165,14 @@ def _write_tensor(
     if tensor.nbytes >= 1 << 20:
         _forget(regions)
     return tensor.nbytes
+
+
+def _scratch() -> NDArray[np.uint8]:
+    """This thread's buffer: fresh memory for every block would cost as much as the copy into it."""
+    if not hasattr(_LOCAL, "buffer"):
+        _LOCAL.buffer = np.empty(BLOCK_BYTES, np.uint8)
+    buffer: NDArray[np.uint8] = _LOCAL.buffer
+    return buffer
 
 
 def _write_all(descriptor: int, data: memoryview, at: int) -> None:

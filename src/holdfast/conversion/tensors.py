@@ -64,6 +64,8 @@ class Tensor:
         pieces = []
         for piece in self.pieces:
             height = piece.bits.shape[0]
+            if piece.row >= stop or piece.row + height <= start:
+                continue
             first = max(0, -((start - piece.row) // step)) if piece.row > start else 0
             index = start + first * step - piece.row
             part = piece.bits[index : max(index, min(height, stop - piece.row)) : step]
@@ -98,7 +100,7 @@ class Tensor:
     def cast(self, dtype: str) -> "Tensor":
         return replace(self, dtype=dtype)
 
-    def read(self, start: int, stop: int) -> Bits:
+    def read(self, start: int, stop: int, scratch: NDArray[np.uint8] | None = None) -> Bits:
         """Bits of rows start..stop, in the type they are written in; a view of the file where that is possible."""
         width = self.matrix[1]
         for piece in self.pieces:
@@ -107,7 +109,10 @@ class Tensor:
                 part = piece.bits[start - piece.row : stop - piece.row]
                 if part.flags.c_contiguous:
                     return part
-        out = np.empty((stop - start, width), bits_type(self.stored))
+        size = (stop - start) * width * WIDTHS[self.stored]
+        if scratch is None or len(scratch) < size:
+            scratch = np.empty(size, np.uint8)
+        out = scratch[:size].view(bits_type(self.stored)).reshape(stop - start, width)
         for piece in self.pieces:
             first, last = max(start, piece.row), min(stop, piece.row + piece.bits.shape[0])
             if first < last:
@@ -115,12 +120,12 @@ class Tensor:
                 _copy(target, piece.bits[first - piece.row : last - piece.row])
         return convert_bits(out, self.stored, self.dtype)
 
-    def blocks(self) -> Iterator[Bits]:
-        """The whole tensor, a few megabytes of rows at a time."""
+    def blocks(self, scratch: NDArray[np.uint8] | None = None) -> Iterator[Bits]:
+        """The whole tensor, a few megabytes of rows at a time; in `scratch`, if given, which the next block overwrites."""
         rows, columns = self.matrix
         at_once = max(1, BLOCK_BYTES // max(1, columns * WIDTHS[self.stored]))
         for start in range(0, rows, at_once):
-            yield self.read(start, min(rows, start + at_once))
+            yield self.read(start, min(rows, start + at_once), scratch)
 
     def floats(self) -> NDArray[np.float64]:
         """All values, in double precision; for models that fit."""
@@ -153,9 +158,31 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
                 f"parts of one tensor do not fit together: {parts[0].stored} {list(parts[0].shape)} and "
                 f"{part.stored} {list(part.shape)}"
             )
-        pieces += [replace(piece, row=piece.row + row) for piece in part.pieces]
+        pieces += [Piece(piece.row + row, piece.column, piece.bits) for piece in part.pieces]
         row += part.shape[0]
-    return replace(parts[0], shape=(row, *parts[0].shape[1:]), pieces=tuple(pieces))
+    return replace(parts[0], shape=(row, *parts[0].shape[1:]), pieces=_merged(pieces))
+
+
+def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Neighbours that are neighbours in the file too become one: reordering there and back leaves no trace."""
+    merged: list[Piece] = []
+    ends: list[int] = []  # address just below each merged piece
+    for piece in pieces:
+        bits = piece.bits
+        address, step = bits.__array_interface__["data"][0], bits.strides[0]
+        if merged and ends[-1] == address:
+            last = merged[-1]
+            height = last.bits.shape[0]
+            same = last.bits.shape[1] == bits.shape[1] and last.bits.strides == bits.strides
+            if same and last.row + height == piece.row and last.column == piece.column:
+                shape = (height + bits.shape[0], bits.shape[1])
+                joined = np.lib.stride_tricks.as_strided(last.bits, shape, bits.strides, writeable=False)
+                merged[-1] = Piece(last.row, last.column, joined)
+                ends[-1] = address + bits.shape[0] * step
+                continue
+        merged.append(piece)
+        ends.append(address + bits.shape[0] * step)
+    return tuple(merged)
 
 
 def repeated(row: Tensor, times: int) -> Tensor:
