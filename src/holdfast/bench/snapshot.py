@@ -19,7 +19,7 @@ from holdfast.errors import HoldfastError
 
 SHAPES: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "positions": 128, "vocabulary": 8192, "batch": 4},
-    "345m": {"layers": 24, "width": 1024, "heads": 16, "positions": 1024, "vocabulary": 50304, "batch": 16},
+    "345m": {"layers": 24, "width": 1024, "heads": 16, "positions": 1024, "vocabulary": 50304, "batch": 32},
 }
 
 

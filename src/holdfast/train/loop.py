@@ -8,6 +8,7 @@ was not.
 import gc
 import hashlib
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,7 @@ class _Run:
             sums,
             stall,
             scale if self.loss_scale else None,
+            time.perf_counter(),
         )
         self.stop_agreed = self.holding.take()
 

@@ -32,6 +32,8 @@ class Iteration:
     """[gradient norm, the model's terms...]"""
     snapshot_stall_ms: float
     loss_scale: float | None
+    ended: float
+    """When its numbers had arrived, by time.perf_counter()."""
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -77,9 +79,8 @@ class Reporter:
             return
         norm, terms = float(done.sums[0]), name_terms(self._terms, done.sums[1:])
         loss = terms.pop("loss")
-        now = time.perf_counter()
         if self.first_step_seconds is None:
-            self.first_step_seconds = now - self._since
+            self.first_step_seconds = done.ended - self._since
             say(f"first step after {self.first_step_seconds:.2f} s (start-up of kernels and compilation included)")
         if not (math.isfinite(loss) and math.isfinite(norm)):
             first = done.consumed_samples - done.batch_size
@@ -90,8 +91,8 @@ class Reporter:
         last = done.iteration == self._iterations
         if done.iteration % self._interval and not last and not done.extra:
             return
-        seconds = (now - self._since) / self._steps
-        per_second = self._samples * self._tokens / (now - self._since)
+        elapsed = done.ended - self._since
+        per_second = self._samples * self._tokens / elapsed
         tflops = per_second * self._flops / self._world / 1e12
         record = {
             "iteration": done.iteration,
@@ -99,7 +100,7 @@ class Reporter:
             **terms,
             "lr": done.lr,
             "grad_norm": norm,
-            "step_ms": seconds * 1e3,
+            "step_ms": elapsed / self._steps * 1e3,
             "tokens_per_s": per_second,
             "sequences_per_s": per_second / self._tokens,
             "tflops": tflops,
@@ -112,7 +113,7 @@ class Reporter:
             **done.extra,
         }
         self._tell(record, done.batch_size, list(terms))
-        self.restart_clock()
+        self._since, self._steps, self._samples = done.ended, 0, 0
 
     def _tell(self, record: dict[str, Any], batch_size: int, terms: list[str]) -> None:
         say(iteration_line(record, batch_size, self._iterations, terms))
