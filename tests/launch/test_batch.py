@@ -72,6 +72,7 @@ def test_a_requeued_job_keeps_its_output_and_is_warned_before_the_limit(tmp_path
     ("options", "reason"),
     [
         (SlurmOptions(env=("NO_VALUE",)), "NAME=VALUE"),
+        (SlurmOptions(env=("$(reboot)=1",)), "cannot be the name of a variable"),
         (SlurmOptions(sbatch=("mail me",)), "#SBATCH"),
         (SlurmOptions(sbatch=("--comment=x\nrm -rf /",)), "#SBATCH"),
         (SlurmOptions(array="0-3"), "preprocess"),

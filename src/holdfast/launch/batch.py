@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.errors import UsageError
+from holdfast.launch.pairs import pairs
 
 
 @dataclass(frozen=True)
@@ -198,10 +199,9 @@ def setup(options: SlurmOptions) -> list[str]:
     """Shell lines before the first step: modules, the user's own, environment."""
     lines = [f"module load {shlex.quote(module)}" for module in options.modules]
     lines += options.prolog
-    for pair in options.env:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"--env '{pair}' is not NAME=VALUE")
+    for name, value in pairs("--env", options.env):
+        if not name.isidentifier():
+            raise UsageError(f"--env: {name} cannot be the name of a variable")
         lines.append(f"export {name}={shlex.quote(value)}")
     return lines
 

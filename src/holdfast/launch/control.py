@@ -106,10 +106,9 @@ def status(run: Path) -> dict[str, Any]:
 
 def outputs(run: Path) -> list[Path]:
     """The output files of the jobs that were submitted last."""
-    found = [path for job in submitted(run).values() for path in sorted(launch_folder(run).glob(f"slurm-{job}*.out"))]
-    # slurm-12*.out would also take job 123: the number must end there
-    ids = set(submitted(run).values())
-    return [path for path in found if path.stem.removeprefix("slurm-").split("_")[0] in ids]
+    jobs = list(submitted(run).values())
+    files = sorted(launch_folder(run).glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)
+    return [path for path in files if path.stem.removeprefix("slurm-").split("_")[0] in jobs]
 
 
 def print_logs(run: Path, follow: bool) -> None:
@@ -124,15 +123,16 @@ def log_chunks(run: Path, follow: bool) -> Iterator[str]:
     shown: Path | None = None
     while True:
         going_on = follow and any(state.active for state in job_states(run))
-        for path in outputs(run):
+        files = outputs(run)
+        for path in files:
             with path.open("rb") as file:
                 file.seek(offsets.get(path, 0))
                 chunk = file.read()
             if not chunk:
                 continue
             offsets[path] = offsets.get(path, 0) + len(chunk)
-            if shown not in (None, path) or len(outputs(run)) > 1:
-                yield f"==> {path.name} <==\n" if shown != path else ""
+            if len(files) > 1 and path != shown:
+                yield f"==> {path.name} <==\n"
             shown = path
             yield chunk.decode(errors="replace")
         if not going_on:

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.launch.pairs import pairs
 
 Manifest = dict[str, Any]
 Kind = Literal["job", "jobset", "pytorchjob", "trainjob"]
@@ -330,16 +331,6 @@ def labels(name: str) -> dict[str, str]:
 
 def field(path: str) -> Manifest:
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:
-    found = []
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise UsageError(f"{flag} '{pair}' is not NAME=VALUE")
-        found.append((name, value))
-    return found
 
 
 def object_name(text: str) -> str:

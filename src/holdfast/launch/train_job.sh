@@ -30,7 +30,8 @@ fi
 [ "$RESTARTS" = 0 ] || rm -f "$RUN/persist"
 @SETUP@
 NODES=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
-export MASTER=${NODES[0]} PORT=$((20000 + SLURM_JOB_ID % 10000))
+# another port for each start: ranks of an earlier one, on a node that only lost its slurmd, must not meet those of this one
+export MASTER=${NODES[0]} PORT=$((20000 + (SLURM_JOB_ID * 32 + RESTARTS) % 10000))
 touch "$RUN/launch/.started"
 record started "@RESOLVED@, on ${NODES[*]}, master $MASTER:$PORT"
 
