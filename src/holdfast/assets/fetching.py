@@ -127,19 +127,29 @@ def _bring_or_wait(entry: Entry, wanted: Wanted, deadline: Deadline, announce: C
         found = _find(entry, wanted)
         if found:
             return found
-        lease = newest_lease(entry.folder)
-        if lease is not None and not watch.may_succeed(lease):
-            watch.wait(lease)
-            continue
-        entry.folder.mkdir(parents=True, exist_ok=True)
-        # A part goes on only if its writer surely does not: one that may be asleep keeps its own, and we copy.
-        part = lease.part if lease and watch.surely_writes_no_more(lease) else None
-        try:
-            held = claim(entry.folder, lease, part, wanted.sha256)
-            if held:
-                return _download(entry, wanted, held, lease, deadline, announce)
-        except (LeaseLost, FileNotFoundError):
-            continue  # somebody else's turn, or the cache was cleared under us
+        lease = watch.growing()
+        if lease is None:
+            lease = newest_lease(entry.folder)
+            if lease is None or watch.may_succeed(lease):
+                brought = _try_to_bring(entry, wanted, lease, deadline, announce)
+                if brought:
+                    return brought
+                continue
+        watch.wait(lease)
+
+
+def _try_to_bring(
+    entry: Entry, wanted: Wanted, last: Lease | None, deadline: Deadline, announce: Callable[[str], None]
+) -> Fetched | None:
+    """Claims the lease after `last` and downloads; None if it became somebody else's turn."""
+    entry.folder.mkdir(parents=True, exist_ok=True)
+    # A part goes on only if its writer surely does not: one that may be asleep keeps its own, and we copy.
+    part = last.part if last and last.holder_writes_no_more() else None
+    try:
+        held = claim(entry.folder, last, part, wanted.sha256)
+        return _download(entry, wanted, held, last, deadline, announce) if held else None
+    except (LeaseLost, FileNotFoundError):
+        return None  # succeeded by another process, or the cache was cleared under us
 
 
 def _download(

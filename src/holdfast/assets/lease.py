@@ -128,6 +128,10 @@ class Lease:
     def file_in(self, folder: Path) -> Path:
         return folder / f"{PREFIX}{self.number:06d}"
 
+    def holder_writes_no_more(self) -> bool:
+        """True only with proof: it gave up, or it is dead."""
+        return self.released or (self.holder is not None and self.holder.is_dead())
+
     def describe(self) -> str:
         if self.holder is None:
             return "another process"

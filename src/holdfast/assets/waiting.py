@@ -26,7 +26,22 @@ class Watch:
         self._folder, self._wanted, self._deadline = folder, wanted, deadline
         self._started = self._last_change = self._last_said = time.monotonic()
         self._last_sign: tuple[object, ...] = ()
-        self._waited_for: set[str] = set()
+        self._waited_for: dict[str, Lease] = {}
+        self._part_size = -1
+
+    def growing(self) -> Lease | None:
+        """The lease we wait for, if its part grew since the last look: no need to ask whether its holder lives."""
+        lease = next(reversed(self._waited_for.values()), None)
+        if lease is None:
+            return None
+        try:
+            size = os.stat(f"{self._folder}/{lease.part}").st_size
+        except OSError:
+            return None
+        grew, self._part_size = size > self._part_size, size
+        if grew:
+            self._last_change = time.monotonic()
+        return lease if grew else None
 
     def may_succeed(self, lease: Lease) -> bool:
         """Whether this process may try for the next lease. Raises what the holder failed with, if we waited for it."""
@@ -38,14 +53,11 @@ class Watch:
         sign = self._sign_of_life(lease)
         if sign != self._last_sign:
             self._last_sign, self._last_change = sign, time.monotonic()
-        return self.surely_writes_no_more(lease) or time.monotonic() - self._last_change > lease_seconds()
-
-    def surely_writes_no_more(self, lease: Lease) -> bool:
-        return lease.released or (lease.holder is not None and lease.holder.is_dead())
+        return lease.holder_writes_no_more() or time.monotonic() - self._last_change > lease_seconds()
 
     def wait(self, lease: Lease) -> None:
         now = time.monotonic()
-        self._waited_for.add(lease.token)
+        self._waited_for[lease.token] = lease
         if self._deadline.passed():
             url = without_credentials(self._wanted.url)
             raise TimeIsUp(
