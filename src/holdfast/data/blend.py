@@ -109,8 +109,7 @@ class BlendedSamples:
 
         arrays = open_index(cache_dir, f"blend-{split}", self.identity, build)
         self.dataset_index, self.sample_index = arrays["dataset"], arrays["sample"]
-        drawn = np.bincount(self.dataset_index, minlength=len(parts))
-        for number, (part, count) in enumerate(zip(parts, drawn, strict=True)):
+        for number, (part, count) in enumerate(zip(parts, arrays["drawn"].tolist(), strict=True)):
             if count > len(part):
                 raise HoldfastError(
                     f"the {split} blend draws {count} samples from dataset {number + 1}, which has {len(part)}: "
@@ -127,12 +126,14 @@ class BlendedSamples:
 def build_blend_index(
     folder: Path, shares: Sequence[float], size: int | None, limits: Sequence[int] | None = None
 ) -> None:
-    """Writes `dataset.npy` and `sample.npy`: `size` draws by `shares`, or all of `limits` where those are given."""
+    """Writes `dataset.npy` and `sample.npy`: `size` draws by `shares`, or all of `limits` where those are given; and `drawn.npy`:
+    how many samples each dataset gives.
+    """
     total = size if limits is None else sum(limits)
     assert total is not None
     dataset = np.lib.format.open_memmap(folder / "dataset.npy", mode="w+", dtype=np.int16, shape=(total,))
     sample = np.lib.format.open_memmap(folder / "sample.npy", mode="w+", dtype=np.int64, shape=(total,))
-    fill_blend_index(dataset, sample, shares, limits)
+    np.save(folder / "drawn.npy", fill_blend_index(dataset, sample, shares, limits))
     dataset.flush()
     sample.flush()
 
@@ -142,7 +143,8 @@ def fill_blend_index(
     sample: npt.NDArray[np.int64],
     shares: Sequence[float],
     limits: Sequence[int] | None = None,
-) -> None:
+) -> npt.NDArray[np.int64]:
+    """Draws until the arrays are full; returns how many samples each dataset has given."""
     total, done = len(dataset), 0
     weights = np.array(shares, dtype=np.float64)
     ceiling = None if limits is None else np.array(limits, dtype=np.int64)
@@ -154,6 +156,7 @@ def fill_blend_index(
         end = done + length * stretches
         drawn = _draw_side_by_side(dataset[done:end], sample[done:end], weights, ceiling, drawn, done, length)
         done = end
+    return drawn
 
 
 def _draw_side_by_side(

@@ -26,6 +26,8 @@ from holdfast.errors import HoldfastError
 from holdfast.progress import say
 from holdfast.publish import publish_folder
 
+# Goes up when files are added or mean something else: an index of an older Holdfast is then made anew, not misread.
+FORMAT = 1
 POLL_SECONDS = 0.1
 WORTH_A_WORD_SECONDS = 5.0
 
@@ -34,7 +36,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 def open_index(folder: Path, kind: str, identity: Mapping[str, Any], build: Callable[[Path], None]) -> Arrays:
     """The arrays of the index `kind` of this identity, by file stem; `build(temporary folder)` writes them if need be."""
-    description = json.dumps({"kind": kind, **identity}, sort_keys=True, indent=1)
+    description = json.dumps({"format": FORMAT, "kind": kind, **identity}, sort_keys=True, indent=1)
     path = folder / f"{kind}-{hashlib.sha256(description.encode()).hexdigest()[:20]}"
     if not path.exists():
         _build_once(path, description, build)
