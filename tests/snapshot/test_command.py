@@ -1,12 +1,12 @@
 """The verbs `snapshots`, `persist` and `inspect` on a run that lives, one that died, and one that is only on disk."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
+from holdfast import cli
 from holdfast.checkpoint.folder import checkpoints_in
 
 from .harness import Fault, launch, nothing_left, wait_for
@@ -14,15 +14,19 @@ from .harness import Fault, launch, nothing_left, wait_for
 pytestmark = pytest.mark.distributed
 
 
-def holdfast(*arguments, code=0):
-    answer = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", *arguments], capture_output=True, text=True, env=os.environ, timeout=120
-    )
-    assert answer.returncode == code, answer.stderr
-    return answer.stdout if code == 0 else answer.stderr
+@pytest.fixture
+def holdfast(capsys):
+    """The program, in this process: a subprocess per call would be most of the time."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        cli.run(arguments)
+        return capsys.readouterr().out
+
+    return call
 
 
-def test_persist_with_and_without_living_trainers(run, memory):
+def test_persist_with_and_without_living_trainers(run, memory, holdfast):
     run.steps, run.pace = 5000, 0.02
     where = ["--snapshot-dir", str(memory)]
     launched = launch(run)
@@ -50,5 +54,11 @@ def test_persist_with_and_without_living_trainers(run, memory):
 def test_an_unknown_run_is_named_beside_those_that_are_held(run, memory):
     run.faults = [Fault("kill", rank=-1, step=4)]
     launch(run).wait(run)
-    complaint = holdfast("persist", "nobody", "--snapshot-dir", str(memory), code=1)
-    assert "nobody" in complaint and run.name in complaint and "Traceback" not in complaint
+    answer = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "persist", "nobody", "--snapshot-dir", str(memory)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert answer.returncode == 1
+    assert "nobody" in answer.stderr and run.name in answer.stderr and "Traceback" not in answer.stderr

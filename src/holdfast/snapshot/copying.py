@@ -55,7 +55,7 @@ class Copier:
             self._sums = torch.zeros(self._digest_rows, dtype=torch.int64, device=self._device)
             self._flat = {i: _flat(t) for i in self._on_device if (t := self._tensors[i]).is_contiguous()}
             self._targets: dict[int, list[torch.Tensor]] = {}
-            self._registered: dict[int, int] = {}
+            self._registered: set[int] = set()
         self._jobs: queue.SimpleQueue[tuple[Copy, list[int]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="holdfast-copy", daemon=True)
         self._thread.start()
@@ -71,11 +71,20 @@ class Copier:
         """Rises when a tensor is changed in place."""
         return [tensor._version for tensor in self._tensors]
 
+    def release(self, slot: Slot) -> None:
+        """CUDA lets go of a slot whose memory is given back: it would go on writing to the pages that were there."""
+        if self._device is not None:
+            address = slot.whole.ctypes.data
+            self._targets.pop(address, None)
+            if address in self._registered:
+                self._registered.remove(address)
+                torch.cuda.cudart().cudaHostUnregister(address)
+
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
         if self._device is not None:
-            for address in self._registered.values():
+            for address in self._registered:
                 torch.cuda.cudart().cudaHostUnregister(address)
             self._registered.clear()
 
@@ -152,7 +161,7 @@ class Copier:
         if address not in self._targets:
             result = torch.cuda.cudart().cudaHostRegister(address, len(slot.whole), 0)
             if int(result) == 0:
-                self._registered[address] = address
+                self._registered.add(address)
             self._targets[address] = [torch.from_numpy(self._span(slot, index)) for index in self._on_device]
         return self._targets[address]
 

@@ -106,6 +106,8 @@ class Holder:
         pinned = [arena.pinned(index) for index in range(SLOTS)]
         if not any(pinned) and headers[2].state != EMPTY and headers[2].step != committed:
             arena.slot(2).store(NOTHING)
+            if self._copier is not None:
+                self._copier.release(arena.slot(2))
             arena.release_third()
         for index in slots_to_use(headers, pinned, committed):
             if index < 2 or arena.reserve_third():
