@@ -1,7 +1,7 @@
 """`bench train`: whole training steps on random tokens, beside a plain compiled GPT-2 and Hugging Face's model.
 
 Contenders take turns within a round, so that whatever else the machine does hits them alike; the median round is reported.
-The first step, which compiles, is told apart.
+The first step, which compiles, is told apart. CPU time, summed over threads, is what a busy machine disturbs least.
 """
 
 import importlib.util
@@ -113,6 +113,7 @@ class _Course:
     first_step_s: float
     resident: int
     seconds_per_step: list[float] = field(default_factory=list)
+    cpu_seconds_per_step: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
     peak: int = 0
     loss: float = 0.0
@@ -171,11 +172,12 @@ def _turn(course: _Course, batches: list[Any], device: Any, steps: int) -> None:
     memory.forget_peak()
     course.contender.step(batches[-1], _nothing)  # whoever took a turn before left other things in the caches
     _wait(device)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     for number in range(steps):
         loss = course.contender.step(batches[number % len(batches)], _nothing)
     _wait(device)
     course.seconds_per_step.append((time.perf_counter() - start) / steps)
+    course.cpu_seconds_per_step.append((time.process_time() - cpu) / steps)
     course.loss = float(loss)
     course.peak = max(course.peak, memory.peak() - others)
     clock = PhaseClock(device)
@@ -221,6 +223,7 @@ def _tables(config: Config, device: Any, courses: list[_Course], world: int) -> 
                 "MFU": f"{rate * flops / world / peak:.1%}" if peak else "unknown",
                 "step ms": round(seconds * 1e3, 2),
                 "fastest to slowest round": f"{min(course.seconds_per_step) * 1e3:.2f}–{max(course.seconds_per_step) * 1e3:.2f}",
+                "CPU ms": round(statistics.median(course.cpu_seconds_per_step) * 1e3, 1),
                 "peak GiB": round(course.peak / GIB, 2),
                 "first step s": round(course.first_step_s, 2),
                 "loss": round(course.loss, 3),

@@ -49,7 +49,7 @@ class Sequences:
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._written = torch.zeros_like(self._draws, dtype=torch.int64)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def write(self, wanted: Sequence[int], eod: int | None) -> list[list[int]]:
         """The tokens of each sequence up to the end-of-document token, `wanted` of them at most."""
         self._read()
