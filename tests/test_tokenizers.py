@@ -85,7 +85,7 @@ def test_fast_engines_equal_the_reference(folder: Path, name: str) -> None:
 
 
 def test_the_fast_bert_table_forgets_and_stays_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.tokenizers.wordpiece.REMEMBERED_CHUNKS", 3)
+    monkeypatch.setattr("holdfast.tokenizers.wordpiece.REMEMBERED", 3)
     fast = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt")
     reference = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt", engine="reference")
     assert_same(fast, reference, LEARNT)

@@ -1,9 +1,9 @@
-"""BERT's WordPiece, fast: every blank-delimited chunk of text is looked up in a table of chunks that were seen before.
+"""BERT's WordPiece, fast: every word is looked up in a table of words that were seen before.
 
-The table holds the ids of a chunk as bytes, so that a text is one split, one map and one join, without a Python object per
-token. BERT's normalizer treats characters one by one and its pre-tokenizer cuts at blanks, so chunks are independent of each
-other. A new chunk is worked out by the rules: ASCII here, other characters with the reference's own normalizer and
-pre-tokenizer. A text that holds a special token goes to the reference engine as a whole.
+The table holds the ids of a word as bytes, so that a text is one cut, one map and one join, without a Python object per token.
+BERT's normalizer treats characters one by one and its pre-tokenizer cuts at blanks and punctuation, so words are independent of
+each other. Plain ASCII is cut here; other texts by their blank-delimited chunks, with the reference's own normalizer and
+pre-tokenizer for those that are new. A text that holds a special token goes to the reference engine as a whole.
 """
 
 import re
@@ -19,9 +19,9 @@ from holdfast.tokenizers.recipe import Recipe
 
 # Python takes these for blanks where BERT's normalizer drops them as control characters.
 _DROPPED_BLANKS = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
-_CONTROL = re.compile("[\x00-\x1f\x7f]")
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _ASCII_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
-REMEMBERED_CHARACTERS, REMEMBERED_CHUNKS = 40, 1 << 18
+REMEMBERED_CHARACTERS, REMEMBERED = 40, 1 << 18
 
 
 def is_bert(definition: dict[str, Any]) -> bool:
@@ -37,65 +37,72 @@ def is_bert(definition: dict[str, Any]) -> bool:
     )
 
 
-class Chunks(dict[str, bytes]):
-    """Chunk to the bytes of its ids (uint32); a chunk that is not there is worked out, and kept while there is room."""
+class Words(dict[str, bytes]):
+    """Word to the bytes of its ids (uint32); a word that is not there is worked out, and kept while there is room."""
 
-    def __init__(self, definition: dict[str, Any]) -> None:
+    def __init__(self, model: dict[str, Any]) -> None:
+        self._vocabulary: dict[str, int] = model["vocab"]
+        self._unknown = array("I", [self._vocabulary[model["unk_token"]]]).tobytes()
+        self._prefix, self._longest = model["continuing_subword_prefix"], model["max_input_chars_per_word"]
+        self._longest_piece = max(map(len, self._vocabulary))
+
+    def __missing__(self, word: str) -> bytes:
+        found = self._pieces(word)
+        if len(word) <= REMEMBERED_CHARACTERS:
+            if len(self) >= REMEMBERED:
+                self.clear()
+            self[word] = found
+        return found
+
+    def _pieces(self, word: str) -> bytes:
+        """The longest piece that fits, again and again; a word that cannot be covered is one unknown token."""
+        if len(word) > self._longest:
+            return self._unknown
+        ids = array("I")
+        start, length = 0, len(word)
+        lookup = self._vocabulary.get
+        while start < length:
+            for end in range(min(length, start + self._longest_piece), start, -1):
+                number = lookup(word[start:end] if start == 0 else self._prefix + word[start:end])
+                if number is not None:
+                    break
+            else:
+                return self._unknown
+            ids.append(number)
+            start = end
+        return ids.tobytes()
+
+
+class Chunks(dict[str, bytes]):
+    """The same for blank-delimited chunks of a text that is not plain ASCII."""
+
+    def __init__(self, words: Words, lowercase: bool) -> None:
         from tokenizers.normalizers import BertNormalizer
         from tokenizers.pre_tokenizers import BertPreTokenizer
 
-        model = definition["model"]
-        self._vocabulary: dict[str, int] = model["vocab"]
-        self._unknown = self._vocabulary[model["unk_token"]]
-        self._prefix, self._longest = model["continuing_subword_prefix"], model["max_input_chars_per_word"]
-        self._lowercase = bool(definition["normalizer"]["lowercase"])
-        self._normalize = BertNormalizer(lowercase=self._lowercase).normalize_str
+        self._words, self._lowercase = words, lowercase
+        self._normalize = BertNormalizer(lowercase=lowercase).normalize_str
         self._cut = BertPreTokenizer().pre_tokenize_str
-        self._words: dict[str, list[int]] = {}
 
     def __missing__(self, chunk: str) -> bytes:
         if chunk.isascii():
-            clean = _CONTROL.sub("", chunk)
-            words = _ASCII_WORDS.findall(clean.lower() if self._lowercase else clean)
+            words = ascii_words(chunk, self._lowercase)
         else:
             words = [word for word, _ in self._cut(self._normalize(chunk))]
-        ids = array("I")
-        for word in words:
-            ids.extend(self._word(word))
-        found = ids.tobytes()
+        found = b"".join(map(self._words.__getitem__, words))
         if len(chunk) <= REMEMBERED_CHARACTERS:
-            if len(self) >= REMEMBERED_CHUNKS:
+            if len(self) >= REMEMBERED:
                 self.clear()
             self[chunk] = found
         return found
 
-    def _word(self, word: str) -> list[int]:
-        known = self._words.get(word)
-        if known is None:
-            known = self._pieces(word)
-            if len(word) <= REMEMBERED_CHARACTERS:
-                if len(self._words) >= REMEMBERED_CHUNKS:
-                    self._words.clear()
-                self._words[word] = known
-        return known
 
-    def _pieces(self, word: str) -> list[int]:
-        """The longest piece that fits, again and again; a word that cannot be covered is one unknown token."""
-        if len(word) > self._longest:
-            return [self._unknown]
-        ids: list[int] = []
-        start, length = 0, len(word)
-        while start < length:
-            for end in range(length, start, -1):
-                piece = word[start:end] if start == 0 else self._prefix + word[start:end]
-                number = self._vocabulary.get(piece)
-                if number is not None:
-                    break
-            else:
-                return [self._unknown]
-            ids.append(number)
-            start = end
-        return ids
+def ascii_words(text: str, lowercase: bool) -> list[str]:
+    """Normalized words and punctuation of an ASCII text."""
+    if _CONTROL.search(text):
+        text = _CONTROL.sub("", text)
+    words: list[str] = _ASCII_WORDS.findall(text.lower() if lowercase else text)
+    return words
 
 
 class FastBertEngine:
@@ -106,7 +113,9 @@ class FastBertEngine:
         if recipe.special_tokens and definition.get("post_processor"):
             raise ValueError("texts with special tokens around them are the reference engine's")
         self.name = f"word table over tokenizers {tokenizers.__version__}"
-        self._chunks = Chunks(definition)
+        self._lowercase = bool(definition["normalizer"]["lowercase"])
+        self._words = Words(definition["model"])
+        self._chunks = Chunks(self._words, self._lowercase)
         special = [token["content"] for token in definition.get("added_tokens") or []]
         self._special_start = special[0][0] if special and len({token[0] for token in special}) == 1 else ""
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
@@ -114,15 +123,18 @@ class FastBertEngine:
         self._reference: ReferenceEngine | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> Flat:
-        table = self._chunks.__getitem__
+        words, chunks = self._words.__getitem__, self._chunks.__getitem__
         pieces = []
         for text in texts:
             if self._special and self._special_start in text and self._special.search(text):
                 pieces.append(self._by_reference(text))
                 continue
+            if text.isascii():
+                pieces.append(b"".join(map(words, ascii_words(text, self._lowercase))))
+                continue
             if _DROPPED_BLANKS.search(text):
                 text = _DROPPED_BLANKS.sub("", text)
-            pieces.append(b"".join(map(table, text.split())))
+            pieces.append(b"".join(map(chunks, text.split())))
         offsets = np.zeros(len(pieces) + 1, np.int64)
         np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) // 4, out=offsets[1:])
         return np.frombuffer(b"".join(pieces), np.uint32), offsets
