@@ -70,6 +70,8 @@ def check_bert(config: Config) -> None:
     for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if getattr(data, key):
             problems.append(f"{key} is for GPT, whose samples cross documents; BERT's do not")
+    if config.parallel.context_parallel_size > 1:
+        problems.append("context_parallel_size is for GPT: leave it at 1")
     if not 0 < data.masked_lm_prob <= 1:
         problems.append(f"masked_lm_prob {data.masked_lm_prob} is not a share between 0 and 1")
     if problems:
