@@ -89,7 +89,9 @@ def test_stopped_by_error_txt_the_run_goes_on_with_four_two_or_three_ranks(corpu
         train(corpus, tmp_path / f"on-{ranks}", ranks)
         assert_close(losses(tmp_path / f"on-{ranks}"), losses(whole))
     train_and_kill_a_rank(corpus, stopped, step + 2)
-    assert losses(stopped) == losses(whole)
+    told, expected = losses(stopped), losses(whole)
+    assert told == {step: expected[step] for step in told} and STEPS in told
+    assert len(told) >= STEPS - 1  # the step that was done and not yet told when the rank was killed
     assert_same_state(final_state(stopped), final_state(whole))
 
 
