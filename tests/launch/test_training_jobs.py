@@ -134,6 +134,10 @@ class Watch:
         assert self.lab.states(job) == ["COMPLETED"], log(self.run)
 
 
+def resumed_from(run: Path) -> list[int]:
+    return [int(str(event["step"])) for event in read_json_lines(run / "events.jsonl") if event["event"] == "resumed"]
+
+
 def recorded(run: Path) -> list[str]:
     return [str(record["event"]) for record in read_json_lines(run / "launch" / "jobs.jsonl")]
 
@@ -162,6 +166,7 @@ def test_signals_requeues_and_cancels_change_nothing(
     watch.until_done(job)
     assert recorded(run)[-1] == "finished"
     assert_same_run(run, undisturbed)
+    assert [step > 0 for step in resumed_from(run)] == [True] * 3, log(run)
     assert "all iterations are done" in lab.holdfast("launch", "logs", "-f", run).stdout
 
 
@@ -212,12 +217,12 @@ def test_a_run_that_cannot_start_is_not_tried_again_and_requeues_are_counted(
 def test_the_real_time_limit_requeues_the_run(lab: Lab, shared: Path, inputs: tuple[Path, Path]) -> None:
     run = shared / "run"
     watch = Watch(lab, run)
-    job = launch(lab, inputs, run, "--train-iters", "1000000", "--time", "2:00", "--signal-seconds", "30")
+    job = launch(lab, inputs, run, "--train-iters", "1000000", "--time", "3:00", "--signal-seconds", "30")
+    watch.until_it_trains()
     watch.until_restarted(job, 1)
     watch.until_it_trains()
     assert recorded(run) == ["submitted", "started", "requeued", "started"]
-    resumed = [record for record in read_json_lines(run / "events.jsonl") if record["event"] == "resumed"]
-    assert resumed, log(run)
+    assert resumed_from(run), log(run)
 
 
 def test_lost_nodes_change_nothing(lab: Lab, shared: Path, inputs: tuple[Path, Path], undisturbed: Path) -> None:
@@ -238,6 +243,7 @@ def test_lost_nodes_change_nothing(lab: Lab, shared: Path, inputs: tuple[Path, P
     watch.until_done(job)
     assert_same_run(run, undisturbed)
     assert recorded(run).count("started") >= 3, recorded(run)
+    assert resumed_from(run), log(run)
 
 
 def test_the_run_says_what_it_resolved_before_torch_starts(lab: Lab, shared: Path, inputs: tuple[Path, Path]) -> None:
