@@ -89,7 +89,10 @@ def state(run: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    assert losses(run) == losses(other)
+    told, expected = losses(run), losses(other)
+    assert told == {iteration: expected[iteration] for iteration in told}
+    # an iteration that was done and not yet told when its start was killed is missing in the metrics, and only there
+    assert len(expected) - len(told) < recorded(run).count("started")
     mine, theirs = state(run), state(other)
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not np.array_equal(mine[name], theirs[name])] == []
