@@ -1,13 +1,14 @@
 """Learning rates equal megatron-core's scheduler, and batches its ramp-up, step by step."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from holdfast.config import Config, OptimizerConfig, TrainConfig
+from holdfast.config import Config, OptimizerConfig, TrainConfig, read_config
 from holdfast.errors import HoldfastError
 from holdfast.train.schedule import batches_of, schedule_of
 
@@ -76,3 +77,15 @@ def test_a_run_without_length_or_with_two_is_refused():
     long_warmup = replace(Config(), train=TrainConfig(train_iters=10), optimizer=OptimizerConfig(lr_warmup_iters=10))
     with pytest.raises(HoldfastError, match="not shorter than the decay"):
         schedule_of(long_warmup, batches_of(long_warmup, 1))
+
+
+def test_polynomial_decay_is_that_of_nvidias_bert_recipe():
+    """After the warm-up, lr × (1 - progress) ** power with the progress of the whole run; the peak is never reached twice."""
+    base = read_config(Path(__file__).parents[2] / "configs" / "bert_large_phase1.toml")
+    batches = batches_of(base, 8)
+    schedule, batch = schedule_of(base, batches), batches.full
+    warmup = 0.2843 * 7038
+    for step in (0, 1, 700, 2000, 2001, 5000, 7037):
+        progress = step / 7038
+        expected = 6e-3 * (step / warmup if step < warmup else (1 - progress) ** 0.5)
+        assert schedule.lr(step * batch) == pytest.approx(expected, rel=1e-12)
