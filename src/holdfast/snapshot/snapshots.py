@@ -45,6 +45,7 @@ from holdfast.snapshot.wishes import Wishes
 
 KEEPER_CHECK_SECONDS = 2.0
 MOVE_IN_SECONDS = 10.0
+CLOSE_SECONDS = 600.0
 
 
 class Snapshots:
@@ -236,8 +237,18 @@ class Snapshots:
             self._journal.close()
             self._journal = None
         if self.team.first_here and not stopped:
-            while self.place.path.exists() and keeper_alive(self.place):
-                time.sleep(0.02)
+            self._wait_for_keeper()
+
+    def _wait_for_keeper(self) -> None:
+        """Until what was asked to be saved is on disk. A disk that stays full must not hold the job for ever: memory is kept."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self.place.path.exists() and keeper_alive(self.place):
+            if time.monotonic() > deadline:
+                say(
+                    f"the keeper is still writing to {self.folder}; it goes on by itself (see {self.place.path}/keeper.log)"
+                )
+                return
+            time.sleep(0.02)
 
     def event(self, name: str, **details: Any) -> None:
         """One line in the run's events.jsonl, from rank 0."""
