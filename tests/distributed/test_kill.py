@@ -106,16 +106,18 @@ def test_a_killed_rank_costs_at_most_one_step_and_changes_nothing(prefix, undist
     assert ranks_of(save) == []
 
 
-def test_sigterm_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undisturbed, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)])
+def test_a_signal_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undisturbed, tmp_path, number, code):
     save = tmp_path / "run"
     process = subprocess.Popen(command(prefix, save, 60), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_step(save, 10, process)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         _, said = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 0, said
+    assert process.returncode == code, said
+    assert "Traceback" not in said
     train(prefix, save, 60)
     assert_same_state(final_state(save), undisturbed)
 

@@ -92,13 +92,15 @@ def start_ranks(config: Config) -> None:
         resolved = Path(logs) / "config.toml"
         publish_text(resolved, config_to_toml(config))
         os.environ["HOLDFAST_SUPERVISED"] = "1"
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
         if "OMP_NUM_THREADS" not in os.environ:
             os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // parallel.nproc_per_node))
         supervisor = Supervisor(_spec(config, resolved), DefaultLogsSpecs(log_dir=logs), events)
         try:
             result = supervisor.run()
         except SignalException as stopped:
-            say(f"stopped by {signal.Signals(stopped.sigval).name}")
+            where = f"; the same command goes on from {folder}" if folder else ""
+            say(f"stopped by {signal.Signals(stopped.sigval).name}{where}")
             sys.exit(0 if stopped.sigval in (signal.SIGTERM, signal.SIGUSR1) else 128 + stopped.sigval)
     if result.is_failed():
         if supervisor.refusal:
