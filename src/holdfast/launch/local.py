@@ -27,6 +27,7 @@ from holdfast.progress import say
 from holdfast.publish import publish_text
 
 MONITOR_SECONDS = 0.1
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh failed")
 
 
 class Supervisor(LocalElasticAgent):
@@ -49,8 +50,10 @@ class Supervisor(LocalElasticAgent):
         self._shutdown(signal.SIGKILL)
 
     def _note(self, failures: dict[int, ProcessFailure]) -> None:
-        rank, failure = min(failures.items(), key=lambda item: int(item[1].timestamp))
-        cause = describe_failure(failure)
+        causes = {rank: describe_failure(failure) for rank, failure in failures.items()}
+        # times are told in seconds; within one, whoever only lost a connection comes after whoever broke it
+        rank = min(failures, key=lambda r: (any(sign in causes[r] for sign in LOST_PEER), int(failures[r].timestamp)))
+        failure, cause = failures[rank], causes[rank]
         if cause.startswith(REFUSED):
             self.refusal = cause.removeprefix(REFUSED)
             self._remaining_restarts = 0

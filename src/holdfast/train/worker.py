@@ -64,13 +64,12 @@ def _run(config: Config) -> Outcome:
     torch.set_float32_matmul_precision("high")
     layout = layout_of(config.parallel, int(os.environ["WORLD_SIZE"]))
     join_ranks(device, timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    try:
-        grid = build_grid(layout, device)
-        feed = Feed(config, grid)
-        tell_start(config, layout)
-        outcome = run_rank(config, grid, feed)
-        dist.barrier()
-        say(f"finished after step {outcome.step}" if outcome.finished else f"stopped on request at step {outcome.step}")
-        return outcome
-    finally:
-        dist.destroy_process_group()
+    grid = build_grid(layout, device)
+    feed = Feed(config, grid)
+    tell_start(config, layout)
+    outcome = run_rank(config, grid, feed)
+    dist.barrier()
+    say(f"finished after step {outcome.step}" if outcome.finished else f"stopped on request at step {outcome.step}")
+    # Not after a failure: the others must not notice, and fail themselves, before the cause has been told.
+    dist.destroy_process_group()
+    return outcome
