@@ -17,9 +17,9 @@ from holdfast.journal import read_journal
 from holdfast.progress import progress, say
 
 VOCABULARY = 4096
-STEPS = 160
-EVALUATE_EVERY = 20
-KILL_AT = 90
+STEPS = 260
+EVALUATE_EVERY = 26
+KILL_AT = 150
 TRAINING = {
     "num-layers": 3, "hidden-size": 128, "num-attention-heads": 4, "seq-length": 96, "split": "90,10,0",
     "train-iters": STEPS, "micro-batch-size": 8, "global-batch-size": 16, "lr": 3e-3, "min-lr": 3e-4,
