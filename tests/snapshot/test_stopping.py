@@ -50,7 +50,8 @@ def torchrun(run, *arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1",
          "--standalone", str(SCRIPT), str(run.folder), str(run.memory), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # torchrun's store outlives a restart, and with it dead ranks' addresses: docs/snapshots.md
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip

@@ -74,7 +74,7 @@ def describe_failure(failure: ProcessFailure) -> str:
     if isinstance(message, dict):
         message = message.get("message", message)
     text = str(message).strip()
-    if failure.exitcode < 0 and "Traceback" not in text:
+    if failure.exitcode < 0 and not Path(failure.error_file).is_file():  # it died without a word
         try:
             return f"killed by {signal.Signals(-failure.exitcode).name}"
         except ValueError:

@@ -143,9 +143,10 @@ def remove_stale(memory: Path | str, keep: Place) -> list[str]:
     return removed
 
 
-def lock_keeper(place: Place) -> int | None:
+def lock_keeper(place: Place, create: bool = True) -> int | None:
     """Becomes the keeper: a descriptor to hold for as long; None if there is one."""
-    descriptor = os.open(place.path / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    descriptor = os.open(place.path / "keeper.lock", flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -156,7 +157,8 @@ def lock_keeper(place: Place) -> int | None:
 
 def keeper_alive(place: Place) -> bool:
     try:
-        descriptor = lock_keeper(place)
+        # creating nothing: a look must not leave a file in a folder that its keeper is just removing
+        descriptor = lock_keeper(place, create=False)
     except FileNotFoundError:
         return False
     if descriptor is None:

@@ -80,11 +80,20 @@ def take_slurm(config: Config) -> Config:
 def worker_main() -> None:
     """`python -m holdfast.train`: one rank, started by the supervisor or by torchrun."""
     from holdfast.train.preflight import check_data, open_run_folder, resolve
-    from holdfast.train.worker import run_worker
+    from holdfast.train.worker import Refused, run_worker
 
     config, _ = parse(sys.argv[1:])
     config, _ = resolve(config, int(os.environ.get("WORLD_SIZE", "1")))
     if os.environ.get("RANK", "0") == "0" and "HOLDFAST_SUPERVISED" not in os.environ:
         check_data(config)
         open_run_folder(config)
-    run_worker(config)
+    try:
+        run_worker(config)
+    except Refused as error:
+        if "HOLDFAST_SUPERVISED" not in os.environ:  # the supervisor says it once for all ranks
+            say(str(error))
+        os._exit(1)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        # at once: torch's communication threads may abort an interpreter that ends in the middle of a collective
+        os._exit(1)
