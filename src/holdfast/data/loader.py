@@ -5,6 +5,7 @@ Prefetching only guesses the next call; a wrong guess costs time and changes not
 torch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -92,7 +93,7 @@ class DocumentRules:
             )
 
 
-class RankBatches(Generic[B]):
+class RankBatches(ABC, Generic[B]):
     """`get(consumed_samples, global_batch_size)` gives this rank's micro batches of the step that begins there.
 
     Sample order within a step is Megatron's: micro batch m of rank r holds the `micro_batch_size` samples from
@@ -115,9 +116,9 @@ class RankBatches(Generic[B]):
         self._threads = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
         self._ahead: dict[tuple[int, int], list[Future[B]]] = {}
 
+    @abstractmethod
     def assemble(self, samples: Sequence[Any]) -> B:
         """A micro batch of these samples."""
-        raise NotImplementedError
 
     def get(self, consumed_samples: int, global_batch_size: int) -> list[B]:
         rows = self.sample_numbers(consumed_samples, global_batch_size)
