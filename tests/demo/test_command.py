@@ -7,6 +7,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from holdfast.journal import read_journal
+
 CODE = """
 import sys
 from holdfast.demo import path
@@ -27,6 +29,13 @@ def test_the_demo_kills_a_rank_resumes_from_memory_and_generates(tmp_path):
     for said in ("killed rank process", "resumed from memory", "bit-identical", "validation loss", "what to try next"):
         assert said in done.stderr, done.stderr
     assert done.stdout.startswith("def main(")
+    losses = [
+        record["validation_loss"]
+        for record in read_journal(tmp_path / "demo" / "undisturbed" / "metrics.jsonl")
+        if "validation_loss" in record
+    ]
+    # knowing nothing is ln 4,096 = 8.32
+    assert losses[-1] < 7.5 and losses == sorted(losses, reverse=True), losses
     folder = Path(tmp_path / "demo" / "huggingface")
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder)) == 4096
