@@ -225,7 +225,7 @@ def _tables(config: Config, device: Any, courses: list[_Course], world: int) -> 
                 "fastest to slowest round": f"{min(course.seconds_per_step) * 1e3:.2f}–{max(course.seconds_per_step) * 1e3:.2f}",
                 "CPU ms": round(statistics.median(course.cpu_seconds_per_step) * 1e3, 1),
                 "peak GiB": round(course.peak / GIB, 2),
-                "first step s": round(course.first_step_s, 2),
+                "first step s": round(course.first_step_s, 4),
                 "loss": round(course.loss, 3),
             }
         )
