@@ -5,6 +5,7 @@ them alike. Ratios are taken within a round; medians are reported, with CPU seco
 """
 
 import importlib.util
+import json
 import os
 import shutil
 import statistics
@@ -22,8 +23,9 @@ import numpy as np
 
 from holdfast.bench.preprocess_peers import PEERS
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.tokenizers import Recipe, read_recipe
 
-MEGATRON = ("megatron", "megatron-fast")
+MEGATRON = {"megatron": "preprocess_data.py", "megatron-fast": "preprocess_data_fast.py"}
 
 
 @dataclass
@@ -33,13 +35,20 @@ class Measured:
     memory: int
 
 
+PARTS = ("race", "start-up", "large", "sentences", "compressed", "merge", "read")
+
+
 def run(
     *,
     corpus: str,
     vocab_file: str = "gpt2",
     merge_file: str | None = None,
+    bert_vocab_file: str | None = None,
     against: tuple[str, ...] = tuple(PEERS),
     megatron: str | None = None,
+    megatron_python: str = sys.executable,
+    parts: tuple[str, ...] = PARTS,
+    large_mb: int = 0,
     workers: int = 2,
     rounds: int = 3,
 ) -> dict[str, list[dict[str, Any]]]:
@@ -53,68 +62,101 @@ def run(
         corpus: JSON lines with the key "text".
         vocab_file: GPT-2's vocab.json, or the catalog name gpt2.
         merge_file: GPT-2's merges.txt.
+        bert_vocab_file: BERT's vocab.txt, to measure --split-sentences with it.
         against: Peers: tiktoken, tokenizers, gigatoken. Those that are not installed are left out.
         megatron: A checkout of Megatron-LM, whose own scripts then take part.
+        megatron_python: The interpreter for Megatron's scripts (they need triton, nltk and Python 3.12).
+        parts: What to measure: race, start-up, large, sentences, compressed, merge, read.
+        large_mb: Size of the input of "large", the corpus over and over; 0 leaves it out.
         workers: Worker processes or threads of every contestant.
         rounds: How often each is measured.
     """
     from holdfast.tokenizers.recipe import needed_file
 
-    unknown = [peer for peer in against if peer not in PEERS]
-    if unknown:
-        raise UsageError(f"there is no peer {', '.join(unknown)}; there are: {', '.join(PEERS)}")
+    _refuse_unknown(against, tuple(PEERS), "peer")
+    _refuse_unknown(parts, PARTS, "part")
     vocab = needed_file(vocab_file, "--vocab-file", "GPT2BPETokenizer")
     merges = needed_file(merge_file or vocab_file, "--merge-file", "GPT2BPETokenizer")
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as work:
-        bench = Bench(Path(corpus), Path(work), str(vocab), str(merges), workers, rounds)
+        checkout = Megatron(megatron, megatron_python, Path(work)) if megatron else None
+        bench = Bench(Path(corpus), Path(work), str(vocab), str(merges), checkout, workers, rounds)
         peers = [peer for peer in against if importlib.util.find_spec(peer)]
         size = bench.corpus.stat().st_size / 1e6
-        return {
-            f"{size:,.0f} MB of JSON lines to .bin/.idx, {workers} workers": bench.race(peers, megatron),
-            "start-up: a file of one line": bench.start_up(),
-            "compressed input, beside the decompressor alone and plain input": bench.compressed(),
-            "merge, beside copying the same files": bench.merging(),
-            "reading sequences of 1,024 tokens at random, one process, warm": bench.reading(),
+        tables: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            f"race: {size:,.0f} MB of JSON lines to .bin/.idx, {workers} workers": lambda: bench.race(peers),
+            "start-up: a file of one line": bench.start_up,
+            "compressed: input beside the decompressor alone and plain input": bench.compressed,
+            "merge: beside copying the same files": bench.merging,
+            "read: sequences of 1,024 tokens at random, one process, warm": bench.reading,
         }
+        if large_mb:
+            tables["large: the same text over and over"] = lambda: bench.large(large_mb)
+        if bert_vocab_file:
+            bert = needed_file(bert_vocab_file, "--bert-vocab-file", "BertWordPieceLowerCase")
+            tables["sentences: --split-sentences with a BERT vocabulary"] = lambda: bench.sentences(str(bert))
+        return {title: table() for title, table in tables.items() if title.split(":")[0] in parts}
+
+
+def _refuse_unknown(given: Sequence[str], known: Sequence[str], what: str) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise UsageError(f"there is no {what} {', '.join(unknown)}; there are: {', '.join(known)}")
+
+
+class Megatron:
+    """A checkout of Megatron-LM. Its tokenizers come from a hub unless they are given as a folder, which is written here."""
+
+    def __init__(self, checkout: str, python: str, work: Path) -> None:
+        self._checkout, self._python, self._work = checkout, python, work
+
+    def command(self, script: str, source: Path, prefix: str, recipe: Recipe, *flags: str) -> list[str]:
+        folder = self._work / f"tokenizer-{recipe.digest[:8]}"
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "tokenizer.json").write_text(recipe.definition)
+            names = (
+                {"eos_token": "<|endoftext|>"} if recipe.cls is None else {"unk_token": "[UNK]", "sep_token": "[SEP]"}
+            )
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        offline = ["env", f"PYTHONPATH={self._checkout}", "HF_HUB_OFFLINE=1"]
+        words = [*offline, self._python, f"{self._checkout}/tools/{script}", "--input", str(source)]
+        words += [
+            "--output-prefix",
+            prefix,
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            str(folder),
+        ]
+        return [*words, *flags]
 
 
 class Bench:
-    def __init__(self, corpus: Path, work: Path, vocab: str, merges: str, workers: int, rounds: int) -> None:
+    def __init__(
+        self, corpus: Path, work: Path, vocab: str, merges: str, megatron: Megatron | None, workers: int, rounds: int
+    ) -> None:
         self.corpus, self.work, self.workers, self.rounds = corpus, work, workers, rounds
-        self.vocab, self.merges = vocab, merges
+        self.vocab, self.merges, self.megatron = vocab, merges, megatron
+        self._recipe = read_recipe("GPT2BPETokenizer", vocab, merges)
 
-    def command(self, name: str, source: Path, prefix: str, megatron: str | None = None) -> list[str]:
-        files = ["--vocab-file", self.vocab, "--merge-file", self.merges]
+    def command(self, name: str, source: Path, prefix: str) -> list[str]:
         if name == "holdfast":
-            words = [
-                sys.executable,
-                "-m",
-                "holdfast.cli",
-                "preprocess",
-                "--input",
-                str(source),
-                "--output-prefix",
-                prefix,
-            ]
-            return [*words, *files, "--append-eod", "--workers", str(self.workers)]
+            files = ["--vocab-file", self.vocab, "--merge-file", self.merges]
+            return self._holdfast(source, prefix, *files, "--append-eod")
         if name in MEGATRON:
-            script = {"megatron": "preprocess_data.py", "megatron-fast": "preprocess_data_fast.py"}[name]
-            words = [
-                sys.executable,
-                f"{megatron}/tools/{script}",
-                "--input",
-                str(source),
-                "--output-prefix",
-                prefix,
-                *files,
-            ]
-            words += ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
-            return words + (["--workers", str(self.workers)] if name == "megatron" else ["--use-gigatoken"])
+            assert self.megatron is not None
+            flags = ["--workers", str(self.workers)] if name == "megatron" else ["--use-gigatoken"]
+            return self.megatron.command(MEGATRON[name], source, prefix, self._recipe, "--append-eod", *flags)
         module = [sys.executable, "-m", "holdfast.bench.preprocess_peers", name]
         return [*module, str(source), f"{prefix}_text_document", self.vocab, self.merges, str(self.workers)]
 
-    def race(self, peers: Sequence[str], megatron: str | None) -> list[dict[str, Any]]:
-        names = ["holdfast", *peers, *(MEGATRON if megatron else ())]
+    def _holdfast(self, source: Path, prefix: str, *flags: str) -> list[str]:
+        words = [sys.executable, "-m", "holdfast.cli", "preprocess", "--input", str(source), "--output-prefix", prefix]
+        return [*words, *flags, "--workers", str(self.workers)]
+
+    def race(self, peers: Sequence[str]) -> list[dict[str, Any]]:
+        names = ["holdfast", *peers, *(MEGATRON if self.megatron else ())]
         results: dict[str, list[Measured]] = {name: [] for name in names}
         reference: tuple[bytes, bytes] | None = None
         same: dict[str, str] = {}
@@ -122,16 +164,16 @@ class Bench:
             for name in names:
                 folder = self.work / "race"
                 folder.mkdir()
-                measured = measure(self.command(name, self.corpus, str(folder / "out"), megatron))
+                measured = measure(self.command(name, self.corpus, str(folder / "out")))
                 results[name].append(measured)
                 files = [folder / f"out_text_document.{ending}" for ending in ("bin", "idx")]
                 written = (digest(files[0]), digest(files[1]))
                 reference = reference or written
                 same[name] = "yes" if written == reference else "NO"
                 shutil.rmtree(folder)
-        return [self._row(name, results[name], results["holdfast"], same[name]) for name in names]
+        return [self._row(name, results[name], results["holdfast"], **{"same bytes": same[name]}) for name in names]
 
-    def _row(self, name: str, measured: list[Measured], ours: list[Measured], same: str) -> dict[str, Any]:
+    def _row(self, name: str, measured: list[Measured], ours: list[Measured], **more: str) -> dict[str, Any]:
         size = self.corpus.stat().st_size / 1e6
         ratios = [theirs.wall / mine.wall for theirs, mine in zip(measured, ours, strict=True)]
         cpu_ratios = [theirs.cpu / mine.cpu for theirs, mine in zip(measured, ours, strict=True)]
@@ -143,7 +185,7 @@ class Bench:
             "peak MB": statistics.median(one.memory for one in measured) / 1e6,
             "wall × holdfast": statistics.median(ratios),
             "CPU × holdfast": statistics.median(cpu_ratios),
-            "same bytes": same,
+            **more,
         }
 
     def start_up(self) -> list[dict[str, Any]]:
@@ -156,6 +198,57 @@ class Bench:
         return [
             {"wall s": statistics.median(m.wall for m in measured), "CPU s": statistics.median(m.cpu for m in measured)}
         ]
+
+    def large(self, megabytes: int) -> list[dict[str, Any]]:
+        """Time and memory as the input grows: memory should not, time no faster than the input."""
+        source = self.work / "large.jsonl"
+        times = max(1, round(megabytes * 1e6 / self.corpus.stat().st_size))
+        with source.open("wb") as target:
+            for _ in range(times):
+                with self.corpus.open("rb") as part:
+                    shutil.copyfileobj(part, target, 1 << 22)
+        rows = []
+        for path in (self.corpus, source):
+            measured = [self._preprocess(path) for _ in range(self.rounds)]
+            size = path.stat().st_size / 1e6
+            rows.append(
+                {
+                    "MB": round(size),
+                    "wall s": statistics.median(one.wall for one in measured),
+                    "MB/s": statistics.median(size / one.wall for one in measured),
+                    "slowest to fastest MB/s": " to ".join(
+                        f"{size / one.wall:.1f}"
+                        for one in sorted(measured, key=lambda m: -m.wall)[:: max(1, len(measured) - 1)]
+                    ),
+                    "CPU s": statistics.median(one.cpu for one in measured),
+                    "peak MB": max(one.memory for one in measured) / 1e6,
+                }
+            )
+        source.unlink()
+        return rows
+
+    def sentences(self, vocab: str) -> list[dict[str, Any]]:
+        recipe = read_recipe("BertWordPieceLowerCase", vocab)
+        results: dict[str, list[Measured]] = {"holdfast": [], **({"megatron": []} if self.megatron else {})}
+        for _ in range(self.rounds):
+            for name, measured in results.items():
+                folder = self.work / "sentences"
+                folder.mkdir()
+                prefix = str(folder / "out")
+                flags = ("--split-sentences",)
+                if name == "holdfast":
+                    tokenizer = ("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocab)
+                    command = self._holdfast(self.corpus, prefix, *tokenizer, *flags)
+                else:
+                    assert self.megatron is not None
+                    # Its split text lies beside the input: a link keeps that in the folder that is removed.
+                    link = folder / "corpus.jsonl"
+                    link.symlink_to(self.corpus.absolute())
+                    more = ("--workers", str(self.workers))
+                    command = self.megatron.command(MEGATRON[name], link, prefix, recipe, *flags, *more)
+                measured.append(measure(command))
+                shutil.rmtree(folder)
+        return [self._row(name, measured, results["holdfast"]) for name, measured in results.items()]
 
     def compressed(self) -> list[dict[str, Any]]:
         """Each form is read by its own tool to nowhere, and preprocessed; the limit is the slower of tool and plain input."""
@@ -261,20 +354,14 @@ class Bench:
 
 def measure(command: Sequence[str]) -> Measured:
     """Wall time, CPU time and peak memory (summed over the processes) of a command and all that it starts."""
-    import psutil
-
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    watched, peak, done = psutil.Process(process.pid), 0, threading.Event()
+    peak, done = 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.05):
-            try:
-                family = [watched, *watched.children(recursive=True)]
-                peak = max(peak, sum(one.memory_info().rss for one in family))
-            except psutil.Error:
-                continue
+            peak = max(peak, resident_bytes(process.pid))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -288,6 +375,19 @@ def measure(command: Sequence[str]) -> Measured:
     if process.returncode:
         raise HoldfastError(f"{' '.join(command[:4])} ... failed: {errors.decode(errors='replace')[-500:]}")
     return Measured(wall, usage.ru_utime + usage.ru_stime, peak)
+
+
+def resident_bytes(process: int) -> int:
+    """Of a process and all that it started; one that has gone meanwhile holds nothing."""
+    folder = Path("/proc", str(process))
+    try:
+        own = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        children = [
+            int(word) for task in (folder / "task").iterdir() for word in (task / "children").read_text().split()
+        ]
+    except (OSError, IndexError):
+        return 0
+    return own + sum(resident_bytes(child) for child in children)
 
 
 def timed(action: Callable[[], Any]) -> float:
