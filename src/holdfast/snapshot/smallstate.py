@@ -1,10 +1,11 @@
 """The small state beside the tensors (scheduler, scaler, cursor, random generators) as JSON, and back, exactly.
 
-The invariant: `decode(encode(x)) == x` for everything accepted: what JSON lacks (tuples, bytes, tensors, arrays, other keys than
-strings) is tagged; what cannot be told exactly is refused by name. Nothing is ever executed on the way back.
+The invariant: `decode(encode(x)) == x` for everything accepted: what JSON lacks (infinity, tuples, bytes, tensors, arrays, keys
+that are no strings) is tagged; what cannot be told exactly is refused by name. Nothing is ever executed on the way back.
 """
 
 import base64
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,10 +20,16 @@ TAG = "holdfast:"
 
 
 def encode(value: Any, where: str = "extra") -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {TAG + "float": repr(float(value))}
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return {TAG + "int": str(value)}
+    if isinstance(value, str) and not _has_utf8(value):
+        return {TAG + "text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, list):
         return [encode(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
     if isinstance(value, tuple):
@@ -35,7 +42,7 @@ def encode(value: Any, where: str = "extra") -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return {TAG + "array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith(TAG) for key in value):
+        if all(isinstance(key, str) and not key.startswith(TAG) and _has_utf8(key) for key in value):
             return {key: encode(entry, f"{where}.{key}") for key, entry in value.items()}
         pairs = [[encode(key, where), encode(entry, f"{where}.{key}")] for key, entry in value.items()]
         return {TAG + "dict": pairs}
@@ -43,6 +50,15 @@ def encode(value: Any, where: str = "extra") -> Any:
         f"{where} is a {type(value).__name__}, which cannot be kept in a snapshot; "
         "give numbers, strings, lists, dicts, tensors or arrays"
     )
+
+
+def _has_utf8(text: str) -> bool:
+    """A lone surrogate has none, and JSON no place for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def decode(value: Any) -> Any:
@@ -60,6 +76,10 @@ def decode(value: Any) -> Any:
 def _decode_tagged(kind: str, content: Any) -> Any:
     if kind == "tuple":
         return tuple(decode(entry) for entry in content)
+    if kind in ("float", "int"):
+        return (float if kind == "float" else int)(content)
+    if kind == "text":
+        return base64.b64decode(content).decode("utf-8", "surrogatepass")
     if kind == "bytes":
         return base64.b64decode(content)
     if kind == "dict":
