@@ -28,7 +28,7 @@ def run_world(size: int, function: Callable[..., Any], *arguments: Any, timeout:
     with tempfile.TemporaryDirectory() as folder:
         answers = context.SimpleQueue()
         ranks = [
-            context.Process(target=_rank, args=(rank, size, folder, answers, function, arguments))
+            context.Process(target=_rank, args=(rank, size, folder, answers, function, arguments), daemon=True)
             for rank in range(size)
         ]
         for rank in ranks:

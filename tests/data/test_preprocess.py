@@ -18,7 +18,7 @@ from tests.data.corpora import (
     prose,
 )
 
-import holdfast.data.preprocess as module
+import holdfast.data.making as module
 from holdfast import IndexedDataset, preprocess
 from holdfast.errors import HoldfastError, UsageError
 

@@ -28,12 +28,15 @@ def record(folder, run: Run) -> dict[int, str]:
 
     answers = context.SimpleQueue()
     store = str(folder / "store")
-    ranks = [context.Process(target=undisturbed, args=(rank, run, store, answers)) for rank in range(run.world)]
+    ranks = [
+        context.Process(target=undisturbed, args=(rank, run, store, answers), daemon=True) for rank in range(run.world)
+    ]
     for rank in ranks:
         rank.start()
     hashes = answers.get()
     for rank in ranks:
         rank.join(60)
+        assert rank.exitcode == 0, f"a rank of the undisturbed run ended with {rank.exitcode}"
     return hashes
 
 
@@ -64,7 +67,6 @@ def undisturbed(rank, run, store, answers):
         answers.put(hashes)
     if dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -201,9 +201,8 @@ def train(rank: int, attempt: int, run: Run, store: str) -> None:
         skipped=snapshots.skipped,
         pid=os.getpid(),
     )
+    # The group is not destroyed: freed after it, DDP waits for gloo's thread with the interpreter's lock, which that may need.
     snapshots.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def resources() -> dict[str, int]:
@@ -341,7 +340,7 @@ class Launched:
 def launch(run: Run, attempt: int = 0) -> Launched:
     run.folder.mkdir(parents=True, exist_ok=True)
     store = tempfile.mktemp(prefix="store-", dir=run.folder)
-    ranks = [context.Process(target=live, args=(rank, attempt, run, store)) for rank in range(run.world)]
+    ranks = [context.Process(target=live, args=(rank, attempt, run, store), daemon=True) for rank in range(run.world)]
     for rank in ranks:
         rank.start()
     return Launched(ranks)

@@ -52,6 +52,8 @@ def main() -> None:
     trace.event("ended", rank=rank, step=step, hash=content.hex())
     snapshots.close()
     dist.destroy_process_group()
+    # At once: freed after its group, DDP waits for gloo's thread with the interpreter's lock, which that may need.
+    os._exit(0)
 
 
 if __name__ == "__main__":
