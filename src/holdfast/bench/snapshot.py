@@ -106,6 +106,7 @@ def _tables(trained: list[dict[str, Any]], restored: list[dict[str, Any]], name:
             "ratio": held / plain,
             "blocking ms (median)": first["stall_ms"],
             "blocking ms (95%)": first["stall_p95_ms"],
+            "host waits ms": first["wait_ms"],
             "copy of own share ms": first["memcpy_ms"],
             "blocking/copy": first["stall_ms"] / first["memcpy_ms"] if first["memcpy_ms"] else 0.0,
             "snapshot ms": first["copy_ms"],

@@ -52,6 +52,8 @@ class Copier:
         self._device = self._tensors[self._on_device[0]].device if self._on_device else None
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)
+            # Of higher priority: many small kernels would otherwise each wait for the training's large ones.
+            self._summing = torch.cuda.Stream(self._device, priority=-1)
             self._sums = torch.zeros(self._digest_rows, dtype=torch.int64, device=self._device)
             self._flat = {i: _flat(t) for i in self._on_device if (t := self._tensors[i]).is_contiguous()}
             self._targets: dict[int, list[torch.Tensor]] = {}
@@ -137,17 +139,20 @@ class Copier:
         slot = copy.slot
         torch.cuda.set_device(self._device)
         targets = self._register(slot)
-        sources = [self._flat[i] if i in self._flat else _flat(self._tensors[i]) for i in self._on_device]
+        finished = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(copy.ready_event)
+            sources = [self._flat[i] if i in self._flat else _flat(self._tensors[i]) for i in self._on_device]
+            self._summing.wait_stream(self._stream)
             torch._foreach_copy_(targets, sources, non_blocking=True)
+        with torch.cuda.stream(self._summing):
             for index, source in zip(self._on_device, sources, strict=True):
                 first = self._digest_starts[index]
                 sum_whole_rows_on_device(source, self._sums[first:])
             host_sums = torch.from_numpy(slot.digest[: self._digest_rows])
             host_sums.copy_(self._sums, non_blocking=True)
-            finished = torch.cuda.Event(blocking=True)
-            finished.record(self._stream)
+        self._stream.wait_stream(self._summing)
+        finished.record(self._stream)
         finished.synchronize()
         for index in self._on_device:
             nbytes = self.layout.pieces[index].nbytes

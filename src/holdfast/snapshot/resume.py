@@ -150,7 +150,8 @@ def _list_slots(arena: Arena, node: str, peer: bool) -> list[dict[str, Any]]:
 def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Sequence[Sequence[int]]) -> str | None:
     """Verifies a candidate and fills the state from it; None, with a word about it, if too little of it is whole."""
     team, place = snapshots.team, snapshots.place
-    bad = _verify_here(snapshots, [copy for copies in candidate.values() for copy in copies])
+    opened = Opened(place, snapshots.state)
+    bad = _verify_here(snapshots, opened, [copy for copies in candidate.values() for copy in copies])
     good: Candidate = {
         rank: sound
         for rank, copies in candidate.items()
@@ -161,9 +162,10 @@ def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Se
     if ranks is None:
         say(f"the snapshot of step {step} in memory cannot be used; trying the next one")
         snapshots.event("snapshot", step=step, outcome="rejected", reason="; ".join(sorted(bad.values()))[:1000])
+        opened.close()
         return None
     source = Tensors(f"the snapshot of step {step}", {})
-    trouble, opened = None, Opened(place, snapshots.state)
+    trouble = None
     try:
         small = {rank: opened.add(source, good[rank]) for rank in ranks}
         if team.rank in good and team.rank not in small and any(copy.node == place.node for copy in good[team.rank]):
@@ -192,7 +194,9 @@ def _source_name(chosen: Candidate) -> str:
     return "peer" if all(peers) else "mixed" if any(peers) else "memory"
 
 
-def _verify_here(snapshots: "Snapshots", copies: Sequence[Location]) -> dict[tuple[str, str, int], str]:
+def _verify_here(
+    snapshots: "Snapshots", opened: "Opened", copies: Sequence[Location]
+) -> dict[tuple[str, str, int], str]:
     """What lies on this node is verified by the ranks of this node together; every rank learns of all that is damaged."""
     team, place = snapshots.team, snapshots.place
     share, of = team.here.index(team.rank), len(team.here)
@@ -201,8 +205,7 @@ def _verify_here(snapshots: "Snapshots", copies: Sequence[Location]) -> dict[tup
         if copy.node != place.node:
             continue
         try:
-            arena = Arena(place.path / copy.file)
-            slot = arena.slot(copy.slot)
+            slot = opened.arena(place.path / copy.file).slot(copy.slot)
             header = slot.header()
             if header.state != READY or header.step != copy.step:
                 raise DamagedError(f"{slot.origin} no longer holds step {copy.step}")
@@ -237,17 +240,21 @@ class Opened:
     def __init__(self, place: Place, state: State) -> None:
         self._place = place
         self._cuda = any(parameter.is_cuda for parameter in state.parameters.values())
-        self._arenas: list[Arena] = []
+        self._arenas: dict[Path, Arena] = {}
         self._registered: list[int] = []
+
+    def arena(self, path: Path) -> Arena:
+        """Mapped once, however often it is asked for: the pages that were verified are there when they are copied."""
+        if path not in self._arenas:
+            self._arenas[path] = Arena(path)
+        return self._arenas[path]
 
     def add(self, source: Tensors | None, copies: Sequence[Location]) -> dict[str, Any]:
         """Adds one rank's pieces to the source; the rank's small state."""
         place = self._place
         copy = next((c for c in copies if c.node == place.node), copies[0])
         path = place.path / copy.file if copy.node == place.node else pull(place, copy.node, copy.file, copy.slot)
-        arena = Arena(path)
-        self._arenas.append(arena)
-        slot = arena.slot(copy.slot)
+        slot = self.arena(path).slot(copy.slot)
         header = slot.header()
         if source is not None:
             layout = slot.layout(header)
@@ -266,7 +273,7 @@ class Opened:
             torch.cuda.synchronize()
             for address in self._registered:
                 torch.cuda.cudart().cudaHostUnregister(address)
-        for arena in self._arenas:
+        for arena in self._arenas.values():
             arena.close()
             if arena.path.name.startswith(PULLED):
                 arena.path.unlink()
