@@ -13,20 +13,25 @@ import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import holdfast
-from holdfast.data.sources import Unit
-from holdfast.data.worker import Answer, Job
 from holdfast.errors import HoldfastError
+
+if TYPE_CHECKING:  # the caller wants its workers started before anything heavy is loaded
+    from holdfast.data.sources import Unit
+    from holdfast.data.worker import Answer, Job
 
 # Not `-m`: what a worker pickles must come from a module of the same name as here.
 START = "import sys; from holdfast.data.worker import main; sys.exit(main())"
 
 
 class Crew:
-    """Worker processes in a session of their own, so that Ctrl-C reaches this process alone, which then ends them."""
+    """Worker processes in a session of their own, so that Ctrl-C reaches this process alone, which then ends them.
 
-    def __init__(self, job: Job, workers: int) -> None:
+    They start at once and get ready while the caller is still finding out what there is to do; `begin` tells them."""
+
+    def __init__(self, workers: int) -> None:
         pairs = [socket.socketpair() for _ in range(workers)]
         theirs = [pair[1].fileno() for pair in pairs]
         package = str(Path(holdfast.__file__).parent.parent)
@@ -47,16 +52,19 @@ class Crew:
             env=environment,
             start_new_session=True,
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(job))
-        self._process.stdin.close()
         self._connections = [Connection(pair[0].detach()) for pair in pairs]
         for pair in pairs:
             pair[1].close()
         self.engine = ""
         self.memory = [0] * workers
 
-    def answers(self, units: Iterator[tuple[int, Unit]]) -> Iterator[tuple[Unit, Answer]]:
+    def begin(self, job: "Job") -> None:
+        """Tells the workers what the run is about. A worker that is gone is noticed when it is asked."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(pickle.dumps(job))
+
+    def answers(self, units: "Iterator[tuple[int, Unit]]") -> "Iterator[tuple[Unit, Answer]]":
         """Hands out the units and gives each back with its answer, in the order of completion."""
         busy: dict[Connection, tuple[int, Unit]] = {}
         loading = set(self._connections)
@@ -69,7 +77,6 @@ class Crew:
                     loading.remove(ready)
                     self.engine = str(message)
                 else:
-                    assert isinstance(message, Answer)
                     _, unit = busy.pop(ready)
                     self.memory[self._connections.index(ready)] = message.memory
                     following = next(units, None) if more else None
@@ -86,7 +93,7 @@ class Crew:
                     busy[ready] = following
                     ready.send(following)
 
-    def _receive(self, connection: Connection) -> object:
+    def _receive(self, connection: Connection) -> Any:
         try:
             return connection.recv()
         except (EOFError, ConnectionError) as error:
@@ -103,10 +110,12 @@ class Crew:
             raise HoldfastError(f"a worker {reason}{hint}; what is done is kept, call again to go on") from error
 
     def close(self, *, kill: bool = True) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         for connection in self._connections:
             connection.close()
         if not kill:
-            # Workers whose connection is closed go by themselves.
+            # Workers that hear no more of their job, or whose connection is closed, go by themselves.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
         # The group is there as long as its leader has not been waited for.

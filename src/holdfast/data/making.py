@@ -1,15 +1,14 @@
-"""Text to a Megatron dataset: the story of a run, from the input to PREFIX_KEY_document.bin and .idx.
+"""Making a dataset: the story of a run, from the input to PREFIX_KEY_document.bin and .idx.
 
 The input is cut into units; workers make a part of each; parts are appended in the order of the input; at the end everything
 gets its final name. Every step leaves a state on disk from which the next call goes on.
 """
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import orjson
@@ -20,13 +19,12 @@ from holdfast.data.plan import Share, identity, lines_before, plan, unit_bytes
 from holdfast.data.provenance import Summary, describe, finished_before, provenance_path, refuse_to_replace
 from holdfast.data.report import Report
 from holdfast.data.sources import InputFile, Unit
-from holdfast.data.sources.inputs import find_inputs
 from holdfast.data.worker import Answer, Job, Part
 from holdfast.data.workspace import Workspace
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError
 from holdfast.progress import say
 from holdfast.publish import explain_os_error, publish_bytes
-from holdfast.tokenizers import Recipe, Tokenizer, read_recipe
+from holdfast.tokenizers import Recipe, Tokenizer
 
 # Fewer bytes than this per byte of plain text never came out of a real corpus; less room than that is certain to fail.
 SMALLEST_OUTPUT_SHARE = 0.2
@@ -75,64 +73,7 @@ class Request:
         }
 
 
-def preprocess(
-    input: Sequence[str | Path] | str | Path,
-    output_prefix: str | Path,
-    *,
-    tokenizer_type: str = "GPT2BPETokenizer",
-    vocab_file: str | Path | None = None,
-    merge_file: str | Path | None = None,
-    tokenizer_model: str | Path | None = None,
-    include_special_tokens: bool = True,
-    tokenizer_engine: Literal["auto", "fast", "reference"] = "auto",
-    json_keys: Sequence[str] = ("text",),
-    append_eod: bool = False,
-    split_sentences: bool = False,
-    keep_newlines: bool = False,
-    lang: str = "english",
-    blank_line_documents: bool = False,
-    workers: int | None = None,
-    partitions: int = 1,
-    partition_index: int | None = None,
-    on_bad_line: Literal["fail", "skip"] = "fail",
-    overwrite: bool = False,
-    log_interval: int | None = None,
-) -> Summary:
-    """Tokenizes documents into one .bin/.idx pair per key. A call that was cut off is continued by the same call."""
-    names = [input] if isinstance(input, (str, Path)) else list(input)
-    recipe = read_recipe(tokenizer_type, vocab_file, merge_file, tokenizer_model, special_tokens=include_special_tokens)
-    if append_eod and recipe.eod is None:
-        raise UsageError(f"--append-eod: this {tokenizer_type} has no end-of-document token")
-    if not json_keys or len(set(json_keys)) != len(json_keys):
-        raise UsageError("--json-keys wants one or more different keys")
-    if (workers is not None and workers < 1) or partitions < 1 or (log_interval is not None and log_interval < 1):
-        raise UsageError("--workers, --partitions and --log-interval count from 1")
-    from holdfast.data.sentences import language_code
-
-    request = Request(
-        tuple(find_inputs(names, blank_line_documents)),
-        str(output_prefix),
-        recipe,
-        tuple(json_keys),
-        append_eod,
-        language_code(lang) if split_sentences else None,
-        keep_newlines,
-        workers or len(os.sched_getaffinity(0)),
-        on_bad_line,
-        overwrite,
-        tokenizer_engine,
-        log_interval,
-    )
-    if partitions > 1:
-        from holdfast.data.partitions import preprocess_partitions
-
-        return preprocess_partitions(request, partitions, partition_index)
-    if partition_index is not None:
-        raise UsageError("--partition-index belongs to --partitions N")
-    return run(request)
-
-
-def run(request: Request) -> Summary:
+def run(request: Request, crew: Crew) -> Summary:
     settings = request.settings()
     inputs = [file.path for file in request.files]
     record = provenance_path(request.prefix, inputs)
@@ -152,7 +93,7 @@ def run(request: Request) -> Summary:
     try:
         if not request.overwrite and not workspace.state.complete:
             refuse_to_replace(finals)
-        memory, engine = _tokenize(request, workspace)
+        memory, engine = _tokenize(request, workspace, crew)
         summary = _publish(request, settings, workspace, record, memory, engine)
         finished = True
         return summary
@@ -181,7 +122,7 @@ def _check_room(request: Request) -> None:
         say(f"the disk of {folder} has {free / 1e9:,.2f} GB free; this input needs about {likely / 1e9:,.2f} GB")
 
 
-def _tokenize(request: Request, workspace: Workspace) -> tuple[int, str]:
+def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, str]:
     """Brings the workspace to the end of the input; gives peak memory and the name of the engine."""
     if workspace.state.complete:
         return 0, ""
@@ -202,7 +143,8 @@ def _tokenize(request: Request, workspace: Workspace) -> tuple[int, str]:
                 yield number, unit
 
     check = CrossCheck(request)
-    with Report(request, workspace) as report, Crew(job, request.workers) as crew:
+    crew.begin(job)
+    with Report(request, workspace) as report:
         # Loading the reference takes no longer than the crew takes to get ready.
         check.load()
         report.appended(_append_ready(request, workspace))

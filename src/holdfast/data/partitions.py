@@ -8,18 +8,19 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from holdfast.data.crew import Crew
 from holdfast.data.merge import merge
 from holdfast.data.plan import Share
 from holdfast.data.provenance import Summary
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from holdfast.data.preprocess import Request
+    from holdfast.data.making import Request
 
 
 def preprocess_partitions(request: "Request", partitions: int, index: int | None) -> Summary:
     """One share, or with no index all shares that are not finished and then the whole."""
-    from holdfast.data.preprocess import run
+    from holdfast.data.making import run as run_with
 
     if any(file.path == "-" for file in request.files):
         raise UsageError("standard input cannot be shared out: --partitions wants files")
@@ -28,6 +29,10 @@ def preprocess_partitions(request: "Request", partitions: int, index: int | None
 
     def share(number: int) -> "Request":
         return replace(request, prefix=f"{request.prefix}_{number}", share=Share(number, partitions))
+
+    def run(one: "Request") -> Summary:
+        with Crew(one.workers) as crew:
+            return run_with(one, crew)
 
     if index is not None:
         return run(share(index))

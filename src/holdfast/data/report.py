@@ -11,7 +11,7 @@ from holdfast.data.workspace import Workspace
 from holdfast.progress import progress, say
 
 if TYPE_CHECKING:
-    from holdfast.data.preprocess import Request
+    from holdfast.data.making import Request
 
 
 class Report:

@@ -180,7 +180,10 @@ def main() -> int:
     """The life of the process that a Crew starts; its arguments are the descriptors of the connections."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own, *others = [int(word) for word in sys.argv[1:]]
-    job: Job = pickle.load(sys.stdin.buffer)
+    try:
+        job: Job = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):
+        return 0  # there was nothing to do, or the caller is gone
     tokenizer = Tokenizer(job.recipe, job.engine)  # type: ignore[arg-type]
     gc.freeze()
     children = []

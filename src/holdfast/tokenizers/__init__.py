@@ -5,12 +5,23 @@ where it is exact and the reference engine elsewhere; both give the same ids, or
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.tokenizers.recipe import Recipe, read_recipe
-from holdfast.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from holdfast.tokenizers.tokenizer import Tokenizer
 
 __all__ = ["Recipe", "Tokenizer", "build_tokenizer", "read_recipe"]
+
+
+def __getattr__(name: str) -> Any:
+    """Engines need numpy; those who only ask what a tokenizer is do not wait for it."""
+    if name != "Tokenizer":
+        raise AttributeError(f"module 'holdfast.tokenizers' has no attribute '{name}'")
+    from holdfast.tokenizers.tokenizer import Tokenizer
+
+    return Tokenizer
 
 
 def build_tokenizer(
@@ -21,10 +32,12 @@ def build_tokenizer(
     *,
     engine: Literal["auto", "fast", "reference"] = "auto",
     special_tokens: bool = True,
-) -> Tokenizer:
+) -> "Tokenizer":
     """A tokenizer by Megatron's type name and files.
 
     `special_tokens=False` leaves out what a tokenizer.json's post-processor adds around a text.
     """
+    from holdfast.tokenizers.tokenizer import Tokenizer
+
     recipe = read_recipe(tokenizer_type, vocab_file, merge_file, tokenizer_model, special_tokens=special_tokens)
     return Tokenizer(recipe, engine)

@@ -1,0 +1,77 @@
+"""Text to a Megatron dataset, as a function: checks what it was asked, starts the workers and has the dataset made."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from holdfast.data.crew import Crew
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.data.provenance import Summary
+
+
+def preprocess(
+    input: Sequence[str | Path] | str | Path,
+    output_prefix: str | Path,
+    *,
+    tokenizer_type: str = "GPT2BPETokenizer",
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    tokenizer_model: str | Path | None = None,
+    include_special_tokens: bool = True,
+    tokenizer_engine: Literal["auto", "fast", "reference"] = "auto",
+    json_keys: Sequence[str] = ("text",),
+    append_eod: bool = False,
+    split_sentences: bool = False,
+    keep_newlines: bool = False,
+    lang: str = "english",
+    blank_line_documents: bool = False,
+    workers: int | None = None,
+    partitions: int = 1,
+    partition_index: int | None = None,
+    on_bad_line: Literal["fail", "skip"] = "fail",
+    overwrite: bool = False,
+    log_interval: int | None = None,
+) -> "Summary":
+    """Tokenizes documents into one .bin/.idx pair per key. A call that was cut off is continued by the same call."""
+    names = [input] if isinstance(input, (str, Path)) else list(input)
+    if not json_keys or len(set(json_keys)) != len(json_keys):
+        raise UsageError("--json-keys wants one or more different keys")
+    if (workers is not None and workers < 1) or partitions < 1 or (log_interval is not None and log_interval < 1):
+        raise UsageError("--workers, --partitions and --log-interval count from 1")
+    if partition_index is not None and partitions == 1:
+        raise UsageError("--partition-index belongs to --partitions N")
+    workers = workers or len(os.sched_getaffinity(0))
+    with Crew(workers) as crew:
+        # The workers get ready while this process still loads what it needs itself.
+        from holdfast.data.making import Request, run
+        from holdfast.data.sentences import language_code
+        from holdfast.data.sources.inputs import find_inputs
+        from holdfast.tokenizers.recipe import read_recipe
+
+        recipe = read_recipe(
+            tokenizer_type, vocab_file, merge_file, tokenizer_model, special_tokens=include_special_tokens
+        )
+        if append_eod and recipe.eod is None:
+            raise UsageError(f"--append-eod: this {tokenizer_type} has no end-of-document token")
+        request = Request(
+            tuple(find_inputs(names, blank_line_documents)),
+            str(output_prefix),
+            recipe,
+            tuple(json_keys),
+            append_eod,
+            language_code(lang) if split_sentences else None,
+            keep_newlines,
+            workers,
+            on_bad_line,
+            overwrite,
+            tokenizer_engine,
+            log_interval,
+        )
+        if partitions == 1:
+            return run(request, crew)
+    from holdfast.data.partitions import preprocess_partitions
+
+    return preprocess_partitions(request, partitions, partition_index)
