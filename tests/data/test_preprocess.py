@@ -123,6 +123,13 @@ def test_the_reference_engine_gives_the_same_bytes(tmp_path: Path, small_bpe: To
     assert pair(tmp_path / "fast_text_document") == pair(tmp_path / "reference_text_document")
 
 
+def test_a_small_input_does_not_wait_for_the_fast_engine(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    lines = [b'{"text": "one two three"}'] * 10
+    small = preprocess(write_lines(tmp_path / "a.jsonl", lines), tmp_path / "small", **small_bpe.arguments())  # type: ignore[arg-type]
+    large = preprocess(write_lines(tmp_path / "b.jsonl", lines * 300), tmp_path / "large", **small_bpe.arguments())  # type: ignore[arg-type]
+    assert [summary.engine.split()[0] for summary in (small, large)] == ["tokenizers", "fastokens"]
+
+
 def test_the_first_token_that_differs_from_the_reference_ends_the_run(
     tmp_path: Path, small_bpe: TokenizerFiles
 ) -> None:
@@ -140,7 +147,7 @@ def test_the_first_token_that_differs_from_the_reference_ends_the_run(
         with pytest.raises(
             HoldfastError, match=r"different tokens for the text 'one two three!'.*--tokenizer-engine reference"
         ):
-            preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+            preprocess(source, tmp_path / "out", **small_bpe.arguments(), tokenizer_engine="fast")  # type: ignore[arg-type]
     finally:
         module.CrossCheck = original  # type: ignore[misc]
     assert [np.frombuffer(ids, np.uint32).tolist() for _, ids in seen] == [small_bpe.build().encode("one two three")]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the caller wants its workers started before anything heavy 
     from holdfast.data.worker import Answer, Job
 
 # Not `-m`: what a worker pickles must come from a module of the same name as here.
-START = "import sys; from holdfast.data.worker import main; sys.exit(main())"
+START = "from holdfast.data.worker import main; main()"
 
 
 class Crew:

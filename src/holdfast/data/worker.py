@@ -176,8 +176,15 @@ def _resident_bytes() -> int:
         return 0
 
 
-def main() -> int:
+def main() -> None:
     """The life of the process that a Crew starts; its arguments are the descriptors of the connections."""
+    status = _lead()
+    sys.stderr.flush()
+    # At once: an interpreter that ends properly takes the tokenizer's tables apart, and somebody waits for that.
+    os._exit(status)
+
+
+def _lead() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own, *others = [int(word) for word in sys.argv[1:]]
     try:
