@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the caller wants its workers started before anything heavy 
     from holdfast.data.worker import Answer, Job
 
 # Not `-m`: what a worker pickles must come from a module of the same name as here.
-START = "from holdfast.data.worker import main; main()"
+START = "from holdfast.data.muster import main; main()"
 
 
 class Crew:
@@ -55,14 +55,27 @@ class Crew:
         self._connections = [Connection(pair[0].detach()) for pair in pairs]
         for pair in pairs:
             pair[1].close()
+        self._prepared = False
         self.engine = ""
         self.memory = [0] * workers
 
+    def prepare(self, definition: str | None) -> None:
+        """Tells the workers, before `begin`, which tokenizer's tables they will need, if any."""
+        self._tell(definition)
+        self._prepared = True
+
     def begin(self, job: "Job") -> None:
-        """Tells the workers what the run is about. A worker that is gone is noticed when it is asked."""
+        """Tells the workers what the run is about."""
+        if not self._prepared:
+            self.prepare(None)
+        self._tell(job)
+
+    def _tell(self, message: object) -> None:
+        """A worker that is gone is noticed when it is asked."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(pickle.dumps(job))
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(pickle.dumps(message))
+            self._process.stdin.flush()
 
     def answers(self, units: "Iterator[tuple[int, Unit]]") -> "Iterator[tuple[Unit, Answer]]":
         """Hands out the units and gives each back with its answer, in the order of completion."""
@@ -96,7 +109,7 @@ class Crew:
     def _receive(self, connection: Connection) -> Any:
         try:
             return connection.recv()
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, OSError) as error:  # OSError: it was killed in the middle of its answer
             # The first process of the crew learns how the others ended; it looks when its own connection is closed.
             for one in self._connections:
                 one.close()
@@ -111,7 +124,8 @@ class Crew:
 
     def close(self, *, kill: bool = True) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         for connection in self._connections:
             connection.close()
         if not kill:

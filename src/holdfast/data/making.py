@@ -28,7 +28,6 @@ from holdfast.tokenizers import Recipe, Tokenizer
 
 # Fewer bytes than this per byte of plain text never came out of a real corpus; less room than that is certain to fail.
 SMALLEST_OUTPUT_SHARE = 0.2
-SMALL_INPUT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,6 @@ class Request:
     @property
     def dtype(self) -> np.dtype[Any]:
         return np.dtype(dtype_for_vocabulary(self.recipe.vocab_size))
-
-    @property
-    def chosen_engine(self) -> str:
-        """A small input is done with the reference engine before the fast one has built its tables; BERT's has none to build."""
-        plain = all(not file.compression and file.path != "-" for file in self.files)
-        small = plain and sum(file.size for file in self.files) < SMALL_INPUT_BYTES
-        slow_start = self.recipe.family == "json" and self.recipe.mask is None
-        return "reference" if self.engine == "auto" and small and slow_start else self.engine
 
     @property
     def outputs(self) -> list[str]:
@@ -137,7 +128,7 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
         return 0, ""
     job = Job(
         request.recipe,
-        request.chosen_engine,
+        request.engine,
         request.keys,
         request.recipe.eod if request.append_eod else None,
         str(request.dtype),
@@ -269,7 +260,7 @@ class CrossCheck:
 
     def __init__(self, request: Request) -> None:
         self._recipe = request.recipe
-        self._wanted = request.recipe.family == "json" and request.chosen_engine != "reference"
+        self._wanted = request.recipe.family == "json" and request.engine != "reference"
         self._reference: Tokenizer | None = None
 
     def load(self) -> None:

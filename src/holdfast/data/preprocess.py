@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.data.crew import Crew
+from holdfast.data.sentences import language_code
+from holdfast.data.sources import InputFile
+from holdfast.data.sources.inputs import find_inputs
 from holdfast.errors import UsageError
+from holdfast.tokenizers.recipe import Recipe, read_recipe
 
 if TYPE_CHECKING:
     from holdfast.data.provenance import Summary
+
+SMALL_INPUT_BYTES = 64 << 10
 
 
 def preprocess(
@@ -45,19 +51,19 @@ def preprocess(
         raise UsageError("--partition-index belongs to --partitions N")
     workers = workers or len(os.sched_getaffinity(0))
     with Crew(workers) as crew:
-        # The workers get ready while this process still loads what it needs itself.
-        from holdfast.data.making import Request, run
-        from holdfast.data.sentences import language_code
-        from holdfast.data.sources.inputs import find_inputs
-        from holdfast.tokenizers.recipe import read_recipe
-
         recipe = read_recipe(
             tokenizer_type, vocab_file, merge_file, tokenizer_model, special_tokens=include_special_tokens
         )
         if append_eod and recipe.eod is None:
             raise UsageError(f"--append-eod: this {tokenizer_type} has no end-of-document token")
+        files = find_inputs(names, blank_line_documents)
+        engine = choose_engine(tokenizer_engine, recipe, files)
+        crew.prepare(recipe.definition if has_tables(recipe) and engine != "reference" else None)
+        # The workers get ready while this process still loads what it needs itself.
+        from holdfast.data.making import Request, run
+
         request = Request(
-            tuple(find_inputs(names, blank_line_documents)),
+            tuple(files),
             str(output_prefix),
             recipe,
             tuple(json_keys),
@@ -67,7 +73,7 @@ def preprocess(
             workers,
             on_bad_line,
             overwrite,
-            tokenizer_engine,
+            engine,
             log_interval,
         )
         if partitions == 1:
@@ -75,3 +81,15 @@ def preprocess(
     from holdfast.data.partitions import preprocess_partitions
 
     return preprocess_partitions(request, partitions, partition_index)
+
+
+def has_tables(recipe: Recipe) -> bool:
+    """Whether the fast engine of this tokenizer first builds tables. BERT's does not."""
+    return recipe.family == "json" and recipe.mask is None
+
+
+def choose_engine(wanted: str, recipe: Recipe, files: Sequence[InputFile]) -> str:
+    """A small input is done with the reference engine before the fast one has built its tables."""
+    plain = all(not file.compression and file.path != "-" for file in files)
+    small = plain and sum(file.size for file in files) < SMALL_INPUT_BYTES
+    return "reference" if wanted == "auto" and small and has_tables(recipe) else wanted

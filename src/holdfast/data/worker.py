@@ -1,17 +1,15 @@
 """A worker of `preprocess`: takes units from its connection, writes each as a part, answers with what the part holds.
 
-Started as a new interpreter that calls `main`, with a pickled Job on standard input: it loads the tokenizer once and forks
-the other workers, so that a crowd of them shares one copy of it and the caller's own process is never forked.
+`muster` is where its process starts. It loads the tokenizer once and forks the other workers, so that a crowd of them shares one
+copy of it and the caller's own process is never forked.
 The invariant: a worker lives no longer than the other end of its connection, and a part that is answered for is complete.
 """
 
 import gc
 import os
-import pickle
 import resource
-import signal
-import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -176,21 +174,9 @@ def _resident_bytes() -> int:
         return 0
 
 
-def main() -> None:
-    """The life of the process that a Crew starts; its arguments are the descriptors of the connections."""
-    status = _lead()
-    sys.stderr.flush()
-    # At once: an interpreter that ends properly takes the tokenizer's tables apart, and somebody waits for that.
-    os._exit(status)
-
-
-def _lead() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    own, *others = [int(word) for word in sys.argv[1:]]
-    try:
-        job: Job = pickle.load(sys.stdin.buffer)
-    except (EOFError, pickle.UnpicklingError):
-        return 0  # there was nothing to do, or the caller is gone
+def lead(job: Job, descriptors: Sequence[int]) -> int:
+    """Builds the tokenizer, forks a worker per descriptor but the first, and is the first worker itself; the exit status."""
+    own, *others = descriptors
     tokenizer = Tokenizer(job.recipe, job.engine)  # type: ignore[arg-type]
     gc.freeze()
     children = []

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import HoldfastError
+from holdfast.tokenizers import tables
 from holdfast.tokenizers.recipe import Recipe
 
 Flat = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
@@ -32,13 +33,8 @@ class FastEngine:
     def __init__(self, recipe: Recipe) -> None:
         from importlib.metadata import version
 
-        # The library sizes its pools when it first encodes; one process here is one worker and computes alone.
-        os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-        os.environ.setdefault("RAYON_NUM_THREADS", "1")
-        from fastokens._native import Tokenizer as Native
-
+        self._native = tables.build(recipe.definition)
         self.name = f"fastokens {version('fastokens')}"
-        self._native = Native.from_json_str(recipe.definition)
         self._special = recipe.special_tokens
 
     def encode_batch(self, texts: Sequence[str]) -> Flat:

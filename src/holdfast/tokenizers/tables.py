@@ -1,0 +1,38 @@
+"""fastokens' tables of a vocabulary. They take a third of a second to build: who knows early that they will be needed has them
+built beside other work, and `build` then only waits for the rest."""
+
+import os
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+_begun: dict[str, Future[Any]] = {}
+
+
+def begin(definition: str) -> None:
+    """Starts to build the tables of a tokenizer.json in a thread; the next `build` of the same takes them."""
+    future: Future[Any] = Future()
+    _begun[definition] = future
+
+    def work() -> None:
+        try:
+            future.set_result(_build(definition))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="fastokens-tables", daemon=True).start()
+
+
+def build(definition: str) -> Any:
+    """The native tokenizer of a tokenizer.json; ValueError where fastokens does not know its parts."""
+    begun = _begun.pop(definition, None)
+    return begun.result() if begun is not None else _build(definition)
+
+
+def _build(definition: str) -> Any:
+    # The library sizes its pools when it first encodes; one process here is one worker and computes alone.
+    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+    from fastokens._native import Tokenizer
+
+    return Tokenizer.from_json_str(definition)
