@@ -4,6 +4,7 @@ The input is cut into units; workers make a part of each; parts are appended in 
 gets its final name. Every step leaves a state on disk from which the next call goes on.
 """
 
+import itertools
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from holdfast.data.plan import Share, identity, lines_before, plan, unit_bytes
 from holdfast.data.provenance import Summary, describe, finished_before, provenance_path, refuse_to_replace
 from holdfast.data.report import Report
 from holdfast.data.sources import InputFile, Unit
-from holdfast.data.worker import Answer, Job, Part
+from holdfast.data.worker import Answer, Job, Part, give_back_memory
 from holdfast.data.workspace import Workspace
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
@@ -144,11 +145,13 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
 
     check = CrossCheck(request)
     crew.begin(job)
+    units = wanted()
     with Report(request, workspace) as report:
-        # Loading the reference takes no longer than the crew takes to get ready.
+        # While the crew gets ready, decompression begins and the reference is loaded.
+        first = list(itertools.islice(units, 1))
         check.load()
         report.appended(_append_ready(request, workspace))
-        for unit, answer in crew.answers(wanted()):
+        for unit, answer in crew.answers(itertools.chain(first, units)):
             report.engine(crew.engine)
             workspace.add(_accept(answer, check))
             report.finished(unit)
@@ -266,6 +269,7 @@ class CrossCheck:
     def load(self) -> None:
         if self._wanted and self._reference is None:
             self._reference = Tokenizer(self._recipe, "reference")
+            give_back_memory()
 
     def compare(self, samples: Sequence[tuple[str, bytes]]) -> None:
         if not samples:

@@ -14,8 +14,9 @@ import xxhash
 from holdfast.data.sources import InputFile, Unit, source_named
 from holdfast.data.sources.lines import unit_lines
 
-LARGEST_UNIT, SMALLEST_UNIT = 4 << 20, 256 << 10
+LARGEST_UNIT, SMALLEST_UNIT = 2 << 20, 256 << 10
 EDGE_BYTES = 1 << 16
+COMPRESSION = 3  # text is at least this many times as large as what it is compressed to
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Share:
 
 def unit_bytes(files: Sequence[InputFile]) -> int:
     """Small enough that a handful of workers stays busy to the end, large enough that a unit costs nothing to hand out."""
-    total = sum(file.size for file in files)
+    total = sum(file.size * (COMPRESSION if file.compression else 1) for file in files)
     return min(max(total // 64, SMALLEST_UNIT), LARGEST_UNIT)
 
 

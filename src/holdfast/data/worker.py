@@ -5,6 +5,8 @@ copy of it and the caller's own process is never forked.
 The invariant: a worker lives no longer than the other end of its connection, and a part that is answered for is complete.
 """
 
+import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -166,6 +168,12 @@ def _process(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, number: 
         return Answer(error=f"a worker failed on {unit}:\n{traceback.format_exc()}")
 
 
+def give_back_memory() -> None:
+    """What building a tokenizer needed and freed goes back to the system."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _resident_bytes() -> int:
     try:
         with open("/proc/self/statm", "rb") as file:
@@ -178,6 +186,7 @@ def lead(job: Job, descriptors: Sequence[int]) -> int:
     """Builds the tokenizer, forks a worker per descriptor but the first, and is the first worker itself; the exit status."""
     own, *others = descriptors
     tokenizer = Tokenizer(job.recipe, job.engine)  # type: ignore[arg-type]
+    give_back_memory()
     gc.freeze()
     children = []
     for descriptor in others:

@@ -24,7 +24,7 @@ def line_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
         if len(starts) > 1:
             yield from _frame_units(file, starts, unit_bytes)
         else:
-            yield from prefetched(_fed_units(file, unit_bytes))
+            yield from prefetched(_fed_units(file, unit_bytes), unit_bytes)
     elif file.compression:
         starts = decoding_starts(file.path, file.compression)
         if len(starts) > 1:

@@ -14,7 +14,7 @@ BLANK_LINES = (b"\n\n", b"\n\r\n")
 
 
 def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
-    return prefetched(_fed_units(file, unit_bytes))
+    return prefetched(_fed_units(file, unit_bytes), unit_bytes)
 
 
 def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:

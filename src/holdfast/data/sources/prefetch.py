@@ -9,8 +9,12 @@ Item = TypeVar("Item")
 _END = object()
 
 
-def prefetched(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
-    """The items in order, at most `depth` of them made ahead. Ends its thread when the consumer stops early."""
+AHEAD_BYTES = 16 << 20
+
+
+def prefetched(items: Iterator[Item], item_bytes: int) -> Iterator[Item]:
+    """The items in order, of about `item_bytes` each, made some way ahead. Ends its thread when the consumer stops early."""
+    depth = max(2, AHEAD_BYTES // max(item_bytes, 1))
     ready: queue.Queue[object] = queue.Queue(depth)
     stopped = threading.Event()
 

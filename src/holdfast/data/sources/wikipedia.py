@@ -49,7 +49,7 @@ def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
         # Markup compresses to a quarter or less.
         yield from _cut(file, _stream_starts(file.path), unit_bytes // 4, "streams")
     elif file.compression:
-        yield from prefetched(_fed_units(file, unit_bytes))
+        yield from prefetched(_fed_units(file, unit_bytes), unit_bytes)
     else:
         yield from _cut(file, iter(range(0, file.size, unit_bytes)), unit_bytes, "range")
 
