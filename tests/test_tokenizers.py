@@ -4,6 +4,7 @@ import base64
 import json
 import pickle
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,30 @@ def test_fast_engines_equal_the_reference(folder: Path, name: str) -> None:
     assert_same(fast, reference, [*TEXTS, *random_texts(), *specials, *every_code_point(0x3000)])
 
 
-def test_the_fast_bert_table_forgets_and_stays_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.tokenizers.wordpiece.REMEMBERED", 3)
-    fast = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt")
+@pytest.mark.parametrize("name", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_bert_without_tokie_is_the_same(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokie", None)
+    monkeypatch.setattr("holdfast.tokenizers.wordpiece.REMEMBERED", 1000)
+    table = build_tokenizer(name, folder / "vocab.txt", engine="fast")
+    assert table.engine.startswith("word table")
+    reference = build_tokenizer(name, folder / "vocab.txt", engine="reference")
+    specials = ["x [SEP] y", "[UNK]", "a" * 101 + " " + "b" * 100]
+    assert_same(table, reference, [*LEARNT, *TEXTS, *random_texts(), *specials, *every_code_point(0x3000)])
+
+
+def test_texts_that_tokie_takes_differently_are_computed_elsewhere(folder: Path) -> None:
+    tokie = pytest.importorskip("tokie")
+    bert = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt", engine="fast")
+    assert bert.engine.startswith("tokie")
     reference = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt", engine="reference")
-    assert_same(fast, reference, LEARNT)
+    (folder / "bert.json").write_text(bert.recipe.definition)
+    alone = tokie.Tokenizer.from_json(str(folder / "bert.json"))
+    rare = "a\u0378b \x7f \u2da7"
+    assert alone.encode(rare, False).ids != reference.encode(rare), "nothing is tested if tokie has been mended"
+    mixed = ["plain", rare, "more of it", "x" * 100_000, "[MASK] here", "Σίσυφος"]
+    ids, offsets = bert.encode_batch(mixed)
+    for number, text in enumerate(mixed):
+        assert ids[offsets[number] : offsets[number + 1]].tolist() == reference.encode(text)
 
 
 def test_a_tokenizer_json_adds_its_special_tokens_unless_told_not_to(folder: Path, tmp_path: Path) -> None:

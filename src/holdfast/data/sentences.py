@@ -46,7 +46,7 @@ class Splitter:
         self._language, self._keep_newlines = language_code(language), keep_newlines
 
     def split(self, text: str) -> list[str]:
-        pieces = [stripped for piece in self._segment(self._language, text) if (stripped := piece.strip())]
+        pieces = list(filter(None, map(str.strip, self._segment(self._language, text))))
         return _with_newlines(text, pieces) if self._keep_newlines and pieces else pieces
 
 

@@ -1,4 +1,4 @@
-"""BERT's WordPiece, fast: every word is looked up in a table of words that were seen before.
+"""BERT's WordPiece, fast: by tokie where that is exact; otherwise every word is looked up in a table of words seen before.
 
 The table holds the ids of a word as bytes, so that a text is one cut, one map and one join, without a Python object per token.
 BERT's normalizer treats characters one by one and its pre-tokenizer cuts at blanks and punctuation, so words are independent of
@@ -6,12 +6,17 @@ each other. Plain ASCII is cut here; other texts by their blank-delimited chunks
 pre-tokenizer for those that are new. A text that holds a special token goes to the reference engine as a whole.
 """
 
+import contextlib
+import itertools
 import re
+import tempfile
 from array import array
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from holdfast.tokenizers.engines import Flat, ReferenceEngine
@@ -22,6 +27,7 @@ _DROPPED_BLANKS = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _ASCII_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
 REMEMBERED_CHARACTERS, REMEMBERED = 40, 1 << 18
+LONGEST_NATIVE = 32 << 10
 
 
 def is_bert(definition: dict[str, Any]) -> bool:
@@ -105,7 +111,61 @@ def ascii_words(text: str, lowercase: bool) -> list[str]:
     return words
 
 
+class Native:
+    """tokie, for the texts that it computes as the reference does.
+
+    It takes some rare characters differently (unassigned ones, above all), and very long words. BERT's rules look at characters
+    one by one, so each new character is tried once in a few places beside the reference; a text with one that differs is refused.
+    """
+
+    def __init__(self, recipe: Recipe, reference: ReferenceEngine) -> None:
+        import tokie
+
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(recipe.definition)
+            file.flush()
+            self._tokenizer: Any = tokie.Tokenizer.from_json(file.name)
+        self._reference = reference
+        self._known: set[str] = set()
+        self._wrong: set[str] = set()
+        self._meet({chr(number) for number in range(128)})
+        self._wrong_ascii = set(self._wrong)
+        if not all(self._agree([word * length for word in ("x", "é", "e\u0301") for length in (100, 101)])):
+            raise ValueError("tokie cuts long words differently")
+
+    def refused(self, texts: Sequence[str], whole: str) -> list[int]:
+        """The numbers of those texts that it may compute differently; `whole` is all of them together."""
+        characters = self._wrong_ascii.union(*(text for text in texts if not text.isascii()))
+        self._meet(characters)
+        wrong = {one for one in self._wrong & characters if one in whole}
+        if not wrong and max(map(len, texts)) <= LONGEST_NATIVE:
+            return []
+        return [n for n, text in enumerate(texts) if len(text) > LONGEST_NATIVE or not wrong.isdisjoint(text)]
+
+    def encode_batch(self, texts: Sequence[str]) -> Flat:
+        ids, lengths = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return ids, offsets
+
+    def _meet(self, characters: set[str]) -> None:
+        """Tries the characters that are new."""
+        new = list(characters - self._known)
+        self._known |= characters
+        agree = self._agree([f"a{one}b {one} c{one}" for one in new])
+        self._wrong |= {one for one, fine in zip(new, agree, strict=True) if not fine}
+
+    def _agree(self, texts: Sequence[str]) -> list[bool]:
+        """Whether it and the reference give the same ids, for each of the texts."""
+        if not texts:
+            return []
+        found, wanted = (_cut(*engine.encode_batch(texts)) for engine in (self, self._reference))
+        return [one == other for one, other in zip(found, wanted, strict=True)]
+
+
 class FastBertEngine:
+    """tokie where it is installed and exact, the word table for other texts, the reference for texts with special tokens."""
+
     def __init__(self, recipe: Recipe) -> None:
         import tokenizers
 
@@ -116,36 +176,51 @@ class FastBertEngine:
         self._lowercase = bool(definition["normalizer"]["lowercase"])
         self._words = Words(definition["model"])
         self._chunks = Chunks(self._words, self._lowercase)
-        special = [token["content"] for token in definition.get("added_tokens") or []]
-        self._special_start = special[0][0] if special and len({token[0] for token in special}) == 1 else ""
-        self._special = re.compile("|".join(map(re.escape, special))) if special else None
-        self._recipe = recipe
-        self._reference: ReferenceEngine | None = None
+        self._special_tokens: list[str] = [token["content"] for token in definition.get("added_tokens") or []]
+        self._reference = ReferenceEngine(recipe)
+        self._native: Native | None = None
+        with contextlib.suppress(ImportError, ValueError):
+            self._native = Native(recipe, self._reference)
+            self.name = f"tokie {version('tokie')}, {self.name}"
 
     def encode_batch(self, texts: Sequence[str]) -> Flat:
-        words, chunks = self._words.__getitem__, self._chunks.__getitem__
-        pieces = []
-        for text in texts:
-            if self._special and self._special_start in text and self._special.search(text):
-                pieces.append(self._by_reference(text))
-                continue
-            if text.isascii():
-                pieces.append(b"".join(map(words, ascii_words(text, self._lowercase))))
-                continue
-            if _DROPPED_BLANKS.search(text):
-                text = _DROPPED_BLANKS.sub("", text)
-            pieces.append(b"".join(map(chunks, text.split())))
-        offsets = np.zeros(len(pieces) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) // 4, out=offsets[1:])
-        return np.frombuffer(b"".join(pieces), np.uint32), offsets
+        if self._native is None or not texts:
+            return _joined([self._encode(text) for text in texts])
+        whole = "\n".join(texts)
+        refused = set(self._native.refused(texts, whole))
+        if any(token in whole for token in self._special_tokens):
+            refused |= {n for n, text in enumerate(texts) if self._is_special(text)}
+        if not refused:
+            return self._native.encode_batch(texts)
+        ids, offsets = self._native.encode_batch(["" if n in refused else text for n, text in enumerate(texts)])
+        pieces = _cut(ids, offsets)
+        for n in refused:
+            pieces[n] = self._encode(texts[n])
+        return _joined(pieces)
 
-    def _by_reference(self, text: str) -> bytes:
-        return self._ensure_reference().encode_batch([text])[0].tobytes()
+    def _encode(self, text: str) -> bytes:
+        if self._is_special(text):
+            return self._reference.encode_batch([text])[0].tobytes()
+        if text.isascii():
+            return b"".join(map(self._words.__getitem__, ascii_words(text, self._lowercase)))
+        if _DROPPED_BLANKS.search(text):
+            text = _DROPPED_BLANKS.sub("", text)
+        return b"".join(map(self._chunks.__getitem__, text.split()))
 
-    def _ensure_reference(self) -> ReferenceEngine:
-        if self._reference is None:
-            self._reference = ReferenceEngine(self._recipe)
-        return self._reference
+    def _is_special(self, text: str) -> bool:
+        return any(token in text for token in self._special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._ensure_reference().decode(ids)
+        return self._reference.decode(ids)
+
+
+def _cut(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> list[bytes]:
+    """The ids of each text as bytes."""
+    whole, bounds = ids.tobytes(), (offsets * 4).tolist()
+    return [whole[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def _joined(pieces: Sequence[bytes]) -> Flat:
+    offsets = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) // 4, out=offsets[1:])
+    return np.frombuffer(b"".join(pieces), np.uint32), offsets
