@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.journal import Journal, read_journal
+from holdfast.journal import Journal, PatientJournal, read_journal
 from holdfast.publish import publish_bytes, publish_file, publish_folder, publish_text
 
 
@@ -84,3 +84,24 @@ def test_a_torn_line_is_closed_off_and_passed_over(tmp_path):
     journal.close()
     assert [set(record) for record in read_journal(path)] == [{"a"}, {"time", "event", "world"}]
     assert list(read_journal(tmp_path / "missing")) == []
+
+
+def test_a_patient_journal_outlives_a_full_disk_and_loses_no_record(tmp_path):
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        (mounted / "filler").write_bytes(bytes(40_000))
+        journal = PatientJournal(mounted / "events.jsonl")
+        for number in range(400):
+            journal.event("tick", number=number, padding="x" * 100)
+        assert len(list(read_journal(journal.path))) < 400, "the disk was to become full"
+        (mounted / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,size=256k", str(mounted)], check=True)
+        journal.close()
+        assert [record["number"] for record in read_journal(journal.path)] == list(range(400))
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)

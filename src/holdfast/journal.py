@@ -4,13 +4,18 @@ The invariant: one record is one write(2) of one line on a descriptor opened wit
 last line, several processes may append, and a reader sees whole lines only.
 """
 
+import errno
 import os
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+RECORDS_KEPT = 10_000
 
 
 class Journal:
@@ -33,6 +38,45 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+class PatientJournal(Journal):
+    """A journal that a full disk does not stop: its records wait in memory, the newest of them, until there is room again.
+
+    For whoever must not die of what it has to tell: trainers and keepers.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        self._waiting: deque[bytes] = deque(maxlen=RECORDS_KEPT)
+        self._torn = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        told = bool(self._waiting)
+        self._waiting.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        if not self._write_waiting() and not told:
+            print(f"{self.path}: the disk is full; what happens is kept in memory until there is room", file=sys.stderr)
+
+    def close(self) -> None:
+        self._write_waiting()
+        super().close()
+
+    def _write_waiting(self) -> bool:
+        while self._waiting:
+            line = b"\n" * self._torn + self._waiting[0]
+            try:
+                written = os.write(self._descriptor, line)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    return False
+                raise
+            if written < len(line):
+                # The disk became full in the middle: the line is written again, on a line of its own.
+                self._torn = self._torn or written > 0
+                return False
+            self._torn = False
+            self._waiting.popleft()
+        return True
 
 
 def read_journal(path: Path | str) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 Under many ranks only local rank 0 speaks.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -26,9 +27,10 @@ def this_process_speaks() -> bool:
 
 
 def say(message: str) -> None:
-    """A line for the person, on stderr."""
+    """A line for the person, on stderr. A log on a full disk is no reason to end the work that is told of."""
     if this_process_speaks():
-        print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager

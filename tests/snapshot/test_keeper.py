@@ -1,8 +1,9 @@
 """The keeper: killed, asked, out of room, slow; rows 5-7, 19, 27 and 28 of the matrix."""
 
+import contextlib
 import os
-import resource
 import signal
+import subprocess
 
 import pytest
 
@@ -102,20 +103,58 @@ def test_the_keeper_killed_while_it_writes(run, check, oracle):
     assert not list((run.folder / "checkpoints").glob(".*")), "what the dead keeper left is gone"
 
 
-def test_no_room_on_disk_keeps_training_and_memory_and_is_tried_again(run, check):
+@pytest.fixture
+def small_disk(run):
+    """The run folder on a disk of its own, which can be filled to the last byte."""
+    run.folder.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", run.folder], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield run.folder
+    subprocess.run(["umount", "--lazy", run.folder], check=True)
+
+
+def fill(disk):
+    """Takes every byte that is left; the file to remove when it is enough."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    return filler
+
+
+def test_no_room_on_disk_keeps_training_and_memory_and_is_tried_again(small_disk, run, oracle):
     run.width, run.save_every, run.pace, run.steps = 64, 4, 0.1, 30
     launched = launch(run)
-    process = keeper_process(place_of(run))
-    limits = resource.prlimit(process, resource.RLIMIT_FSIZE)
-    resource.prlimit(process, resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    wait_for(lambda: run.events("refused"), "a refusal")
+    wait_for(lambda: newest_held(run) >= 1, "the first snapshot")
+    filler = fill(small_disk)
+    wait_for(lambda: newest_held(run) >= 10, "training and snapshots to go on although saves find no room")
     assert steps_on_disk(run) == []
     assert not list((run.folder / "checkpoints").glob(".*")), "the half-written folder is gone"
-    before = max(h.step for h in headers(run, 0))
-    wait_for(lambda: max(h.step for h in headers(run, 0)) > before, "snapshots to go on")
-    resource.prlimit(process, resource.RLIMIT_FSIZE, limits)
+    filler.unlink()
     wait_for(lambda: steps_on_disk(run), "the save to be written after all")
     assert launched.wait(run)
+    refusals = run.events("refused")
+    assert refusals and "no room left on the disk" in refusals[0]["reason"], "told as soon as there was room for a line"
+    assert {end["hash"] for end in run.trace("ended")} == {oracle(run)[30]}
+
+
+def test_a_run_comes_back_from_memory_although_the_disk_is_full(small_disk, run, check):
+    run.pace = 0.05
+    launched = launch(run)
+    wait_for(lambda: newest_held(run) >= 3, "a few snapshots")
+    filler = fill(small_disk)
+    launched.kill()
+    assert not launched.wait(run)
+    again = launch(run, attempt=1)
+    wait_for(lambda: newest_held(run) >= 8, "training to go on from memory")
+    filler.unlink()
+    assert again.wait(run)
+    (resumed,) = run.events("resumed")
+    assert resumed["source"] == "memory" and resumed["steps_lost"] <= 1
+
+
+def newest_held(run):
+    return max((h.step for h in headers(run, 0)), default=0) if list(run.memory.rglob("rank-00000-of-*.arena")) else 0
 
 
 def headers(run, rank):

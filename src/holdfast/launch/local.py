@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from holdfast.config import Config, config_to_toml
 from holdfast.errors import REFUSED, HoldfastError
-from holdfast.journal import Journal
+from holdfast.journal import PatientJournal
 from holdfast.progress import say
 from holdfast.publish import publish_text
 
@@ -33,7 +33,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 class Supervisor(LocalElasticAgent):
     """An elastic agent that notes failures as they happen and does not repeat the user's mistakes."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, events: Journal | None) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, events: PatientJournal | None) -> None:
         super().__init__(spec=spec, logs_specs=logs, start_method="spawn", exit_barrier_timeout=30)
         self._events = events
         self.refusal: str | None = None
@@ -90,7 +90,7 @@ def start_ranks(config: Config) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     parallel = config.parallel
     folder = Path(config.train.save) if config.train.save else None
-    events = Journal(folder / "events.jsonl") if folder else None
+    events = PatientJournal(folder / "events.jsonl") if folder else None
     with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as logs:
         resolved = Path(logs) / "config.toml"
         publish_text(resolved, config_to_toml(config))

@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
-from holdfast.journal import Journal
+from holdfast.journal import PatientJournal
 from holdfast.snapshot.arena import Arena, DamagedError
 from holdfast.snapshot.desk import FINISHED, RUNNING, STOPPED, Desk
 from holdfast.snapshot.persisting import common_steps, held_at, newest_generation, write_checkpoint
@@ -36,7 +36,7 @@ SAVE_PATIENCE = 60.0
 class Keeper:
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.journal = Journal(place.folder / "events.jsonl")
+        self.journal = PatientJournal(place.folder / "events.jsonl")
         self.settings: dict[str, Any] = {}
         self._jobs: list[dict[str, Any]] = []
         self._reported: set[tuple[int, int, str]] = set()

@@ -11,6 +11,8 @@ from typing import Any
 import orjson
 
 from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.errors import HoldfastError
+from holdfast.progress import say
 from holdfast.publish import publish_bytes
 
 LIMIT = 2
@@ -65,4 +67,7 @@ class Quarantine:
             return {"resumed": None, "suspect": None, "count": 0}
 
     def _write(self, record: dict[str, Any]) -> None:
-        publish_bytes(self._path, orjson.dumps(record))
+        try:
+            publish_bytes(self._path, orjson.dumps(record))
+        except HoldfastError as error:  # a full disk costs the count, not the run
+            say(str(error))

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from holdfast.checkpoint.collective import agree
 from holdfast.checkpoint.state import State
 from holdfast.errors import HoldfastError
-from holdfast.journal import Journal
+from holdfast.journal import PatientJournal
 from holdfast.progress import say
 from holdfast.snapshot.copying import Copy
 from holdfast.snapshot.desk import FINISHED, STOPPED, Desk, desk_name
@@ -93,7 +93,7 @@ class Snapshots:
             "nodes": self.team.nodes,
             "here": self.team.here,
         }
-        self._journal = Journal(self.folder / "events.jsonl") if self.team.rank == 0 else None
+        self._journal = PatientJournal(self.folder / "events.jsonl") if self.team.rank == 0 else None
         self._holder = Holder(self.state, self.team, self.place, mode, self._on_ready)
         self._copy: Copy | None = None
         self._committed: int | None = None

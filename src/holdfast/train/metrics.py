@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.journal import Journal
+from holdfast.journal import PatientJournal
 from holdfast.models.flops import peak_flops
 from holdfast.progress import say
 
@@ -58,7 +58,7 @@ class Reporter:
         self._flops, self._tokens, self._world = flops_per_token, tokens_per_sample, world
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name)
-        self._journal = Journal(folder / "metrics.jsonl") if active and folder else None
+        self._journal = PatientJournal(folder / "metrics.jsonl") if active and folder else None
         self._board: Any = None
         if active and folder and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
