@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -333,7 +333,8 @@ class Launched:
     def kill(self) -> None:
         for rank in self.ranks:
             if rank.is_alive():
-                os.kill(rank.pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # it may end by itself this very moment
+                    os.kill(rank.pid, signal.SIGCONT)
                 rank.kill()
 
 
