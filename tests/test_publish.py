@@ -11,6 +11,7 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.journal import Journal, PatientJournal, read_journal
 from holdfast.publish import publish_bytes, publish_file, publish_folder, publish_text
+from tests.disks import small_disk
 
 
 def test_a_failed_writer_leaves_what_was_there(tmp_path):
@@ -37,18 +38,10 @@ def test_a_folder_appears_whole_or_not_at_all_and_replaces_nothing(tmp_path):
 
 
 def test_a_full_disk_is_said_in_words(tmp_path):
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)], capture_output=True
-    ).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
+    with small_disk(tmp_path / "small", "64k") as disk:
         with pytest.raises(HoldfastError, match="no room left"):
-            publish_bytes(mounted / "file", b"x" * 1_000_000)
-        assert os.listdir(mounted) == []
-    finally:
-        subprocess.run(["umount", str(mounted)], check=True)
+            publish_bytes(disk / "file", b"x" * 1_000_000)
+        assert os.listdir(disk) == []
 
 
 def test_a_file_in_the_way_of_a_folder_is_named(tmp_path):
@@ -87,21 +80,12 @@ def test_a_torn_line_is_closed_off_and_passed_over(tmp_path):
 
 
 def test_a_patient_journal_outlives_a_full_disk_and_loses_no_record(tmp_path):
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)], capture_output=True
-    ).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
-        (mounted / "filler").write_bytes(bytes(40_000))
-        journal = PatientJournal(mounted / "events.jsonl")
+    with small_disk(tmp_path / "small", "64k") as disk:
+        (disk / "filler").write_bytes(bytes(40_000))
+        journal = PatientJournal(disk / "events.jsonl")
         for number in range(400):
             journal.event("tick", number=number, padding="x" * 100)
         assert len(list(read_journal(journal.path))) < 400, "the disk was to become full"
-        (mounted / "filler").unlink()
-        subprocess.run(["mount", "-o", "remount,size=256k", str(mounted)], check=True)
+        subprocess.run(["mount", "-o", "remount,size=256k", disk], check=True)
         journal.close()
         assert [record["number"] for record in read_journal(journal.path)] == list(range(400))
-    finally:
-        subprocess.run(["umount", str(mounted)], check=True)

@@ -6,7 +6,6 @@ last line, several processes may append, and a reader sees whole lines only.
 
 import errno
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+
+from holdfast.progress import say
 
 RECORDS_KEPT = 10_000
 
@@ -30,7 +31,7 @@ class Journal:
             os.write(self._descriptor, b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        os.write(self._descriptor, orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        os.write(self._descriptor, _line(record))
 
     def event(self, name: str, **details: Any) -> None:
         """One line of `events.jsonl`: what happened, when (seconds since the epoch), and its details."""
@@ -53,9 +54,9 @@ class PatientJournal(Journal):
 
     def write(self, record: Mapping[str, Any]) -> None:
         told = bool(self._waiting)
-        self._waiting.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        self._waiting.append(_line(record))
         if not self._write_waiting() and not told:
-            print(f"{self.path}: the disk is full; what happens is kept in memory until there is room", file=sys.stderr)
+            say(f"{self.path}: the disk is full; what happens is kept in memory until there is room")
 
     def close(self) -> None:
         self._write_waiting()
@@ -77,6 +78,10 @@ class PatientJournal(Journal):
             self._torn = False
             self._waiting.popleft()
         return True
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
 
 
 def read_journal(path: Path | str) -> Iterator[dict[str, Any]]:

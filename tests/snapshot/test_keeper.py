@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 
 import pytest
 
@@ -11,6 +10,7 @@ from holdfast.checkpoint import load, open_checkpoint
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
 from holdfast.snapshot.place import Place, read_json, write_json
+from tests.disks import small_disk
 
 from .harness import Fault, build, keeper_process, launch, nothing_left, state_hash, wait_for
 
@@ -104,13 +104,10 @@ def test_the_keeper_killed_while_it_writes(run, check, oracle):
 
 
 @pytest.fixture
-def small_disk(run):
+def disk(run):
     """The run folder on a disk of its own, which can be filled to the last byte."""
-    run.folder.mkdir(parents=True)
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", run.folder], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield run.folder
-    subprocess.run(["umount", "--lazy", run.folder], check=True)
+    with small_disk(run.folder, "4m") as folder:
+        yield folder
 
 
 def fill(disk):
@@ -122,11 +119,11 @@ def fill(disk):
     return filler
 
 
-def test_no_room_on_disk_keeps_training_and_memory_and_is_tried_again(small_disk, run, oracle):
+def test_no_room_on_disk_keeps_training_and_memory_and_is_tried_again(disk, run, oracle):
     run.width, run.save_every, run.pace, run.steps = 64, 4, 0.1, 30
     launched = launch(run)
     wait_for(lambda: newest_held(run) >= 1, "the first snapshot")
-    filler = fill(small_disk)
+    filler = fill(disk)
     wait_for(lambda: newest_held(run) >= 10, "training and snapshots to go on although saves find no room")
     assert steps_on_disk(run) == []
     assert not list((run.folder / "checkpoints").glob(".*")), "the half-written folder is gone"
@@ -138,11 +135,11 @@ def test_no_room_on_disk_keeps_training_and_memory_and_is_tried_again(small_disk
     assert {end["hash"] for end in run.trace("ended")} == {oracle(run)[30]}
 
 
-def test_a_run_comes_back_from_memory_although_the_disk_is_full(small_disk, run, check):
+def test_a_run_comes_back_from_memory_although_the_disk_is_full(disk, run):
     run.pace = 0.05
     launched = launch(run)
     wait_for(lambda: newest_held(run) >= 3, "a few snapshots")
-    filler = fill(small_disk)
+    filler = fill(disk)
     launched.kill()
     assert not launched.wait(run)
     again = launch(run, attempt=1)
