@@ -14,5 +14,5 @@ def test_all_contenders_are_measured_on_a_tiny_model(tmp_path):
 
 
 def test_an_unknown_contender_is_refused():
-    with pytest.raises(UsageError, match="only torch"):
+    with pytest.raises(UsageError, match="there is no contender .*there are: torch"):
         run(against=("nothing",))

@@ -42,9 +42,9 @@ def test_only_the_parts_asked_for_are_measured(files):
 
 
 def test_unknown_peers_and_parts_are_refused(files):
-    with pytest.raises(UsageError, match="there is no peer hope; there are: tiktoken, tokenizers, gigatoken"):
+    with pytest.raises(UsageError, match="there is no contender 'hope'; there are: tiktoken, tokenizers, gigatoken"):
         preprocess.run(**files, against=("hope",))
-    with pytest.raises(UsageError, match="there is no part sprint; there are: race, start-up"):
+    with pytest.raises(UsageError, match="there is no part 'sprint'; there are: race, start-up"):
         preprocess.run(**files, parts=("sprint",))
 
 

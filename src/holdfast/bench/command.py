@@ -6,6 +6,7 @@ and help of its docstring. One line in BENCHES registers it.
 
 import importlib
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from holdfast.errors import UsageError
@@ -40,8 +41,7 @@ def bench(arguments: list[str]) -> None:
         print(help_text())
         return
     name, rest = arguments[0], arguments[1:]
-    if name not in BENCHES:
-        raise UsageError(f"there is no bench '{name}'; there are: {', '.join(BENCHES)}")
+    refuse_unknown([name], BENCHES, "bench")
     as_json = "--json" in rest
     import tyro
 
@@ -60,6 +60,14 @@ def bench(arguments: list[str]) -> None:
 
 
 bench.parses_its_own_arguments = True  # type: ignore[attr-defined]
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str = "contender") -> None:
+    """A measurement must not leave out in silence what was misspelt."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise UsageError(f"there is no {what} '{name}'; there are: {', '.join(known)}")
 
 
 def help_text() -> str:

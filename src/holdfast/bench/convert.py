@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.bench.command import refuse_unknown
 from holdfast.conversion.stream import Plan, PlannedFile, write_plan
 from holdfast.conversion.tensors import Tensor, tensor_of
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError
 
 MEMBER = "release/mp_rank_00/model_optim_rng.pt"
 VOCABULARY, PADDED = 50257, 50304
@@ -127,8 +128,7 @@ def run(
         rounds: How often each contender runs.
         folder: Where to work, about three times the model's size. Unset: the temporary folder.
     """
-    if set(against) - {"torch"}:
-        raise UsageError(f"--against {' '.join(against)}: there is only torch")
+    refuse_unknown(against, ["torch"])
     heads = str(hidden_size // 64)
     contenders: dict[str, tuple[str, list[str]]] = {"copy": (COPY, []), "holdfast": (HOLDFAST, [])}
     if "torch" in against:

@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.assets import storm
 from holdfast.assets.storm import Announce, IterationReport, Strategy
-from holdfast.errors import UsageError
+from holdfast.bench.command import refuse_unknown
 
 BIG_FILE = 512 << 20  # bytes
 
@@ -90,9 +90,7 @@ def run(
         rounds: How often each is measured.
         big_file: Bytes of the file that one process downloads while the others wait.
     """
-    unknown = [peer for peer in against if peer not in PEERS]
-    if unknown:
-        raise UsageError(f"there is no peer {', '.join(unknown)}; there are: {', '.join(PEERS)}")
+    refuse_unknown(against, PEERS)
     strategies: dict[str, Strategy] = {"holdfast": storm.holdfast}
     modules = ["holdfast.bench.fetch", "httpx"]
     for peer in against:

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.bench.command import refuse_unknown
 from holdfast.config import Config, DataConfig, ModelConfig, read_config
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError
 from holdfast.progress import say
 
 PEERS = ("hf", "hf-static")
@@ -49,9 +50,7 @@ def run(
     """
     import torch
 
-    unknown = sorted(set(against) - set(PEERS))
-    if unknown:
-        raise UsageError(f"there is no contender '{unknown[0]}'; there are: {', '.join(PEERS)}")
+    refuse_unknown(against, PEERS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = _prepare(config, device.type == "cuda", prompt_tokens + new_tokens)
     if against and importlib.util.find_spec("transformers") is None:

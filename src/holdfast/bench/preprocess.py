@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.bench.command import refuse_unknown
 from holdfast.bench.preprocess_peers import PEERS
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError
 from holdfast.tokenizers import Recipe, read_recipe
 
 MEGATRON = {"megatron": "preprocess_data.py", "megatron-fast": "preprocess_data_fast.py"}
@@ -76,8 +77,8 @@ def run(
     """
     from holdfast.tokenizers.recipe import needed_file
 
-    _refuse_unknown(against, tuple(PEERS), "peer")
-    _refuse_unknown(parts, PARTS, "part")
+    refuse_unknown(against, PEERS)
+    refuse_unknown(parts, PARTS, "part")
     vocab = needed_file(vocab_file, "--vocab-file", "GPT2BPETokenizer")
     merges = needed_file(merge_file or vocab_file, "--merge-file", "GPT2BPETokenizer")
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as work:
@@ -98,12 +99,6 @@ def run(
             bert = needed_file(bert_vocab_file, "--bert-vocab-file", "BertWordPieceLowerCase")
             tables["sentences: --split-sentences with a BERT vocabulary"] = lambda: bench.sentences(str(bert))
         return {title: table() for title, table in tables.items() if title.split(":")[0] in parts}
-
-
-def _refuse_unknown(given: Sequence[str], known: Sequence[str], what: str) -> None:
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise UsageError(f"there is no {what} {', '.join(unknown)}; there are: {', '.join(known)}")
 
 
 class Megatron:

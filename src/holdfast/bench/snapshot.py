@@ -14,9 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.bench.command import Tables
+from holdfast.bench.command import Tables, refuse_unknown
 from holdfast.errors import HoldfastError
 
+RIVALS = ("torch.save", "dcp.save", "dcp.async_save")
 SHAPES: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "positions": 128, "vocabulary": 8192, "batch": 4},
     "345m": {"layers": 24, "width": 1024, "heads": 16, "positions": 1024, "vocabulary": 50304, "batch": 32},
@@ -25,7 +26,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def run(
     *,
-    against: tuple[str, ...] = ("torch.save", "dcp.save", "dcp.async_save"),
+    against: tuple[str, ...] = RIVALS,
     model: Literal["auto", "small", "345m"] = "auto",
     steps: int = 20,
     rounds: int = 5,
@@ -44,6 +45,7 @@ def run(
     """
     import torch
 
+    refuse_unknown(against, RIVALS)
     cuda = torch.cuda.is_available()
     name = model if model != "auto" else "345m" if cuda else "small"
     work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.bench.command import refuse_unknown
 from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
-from holdfast.errors import UsageError
 from holdfast.progress import say
 
 GIB = 1 << 30
@@ -51,9 +51,7 @@ def run(
     from holdfast.bench.contenders import PEERS
     from holdfast.parallel.mesh import pick_device
 
-    unknown = sorted(set(against) - set(PEERS))
-    if unknown:
-        raise UsageError(f"there is no contender '{unknown[0]}'; there are: {', '.join(PEERS)}")
+    refuse_unknown(against, PEERS)
     device = pick_device()
     chosen = _prepare(config, device.type == "cuda", batch_size, seq_length)
     torch.set_float32_matmul_precision("high")
