@@ -1,5 +1,6 @@
 """Text to a Megatron dataset, as a function: checks what it was asked, starts the workers and has the dataset made."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,16 +51,19 @@ def preprocess(
     if partition_index is not None and partitions == 1:
         raise UsageError("--partition-index belongs to --partitions N")
     workers = workers or len(os.sched_getaffinity(0))
-    with Crew(workers) as crew:
+    with contextlib.ExitStack() as stack:
+        # Shares have crews of their own.
+        crew = stack.enter_context(Crew(workers)) if partitions == 1 else None
         recipe = read_recipe(
             tokenizer_type, vocab_file, merge_file, tokenizer_model, special_tokens=include_special_tokens
         )
         if append_eod and recipe.eod is None:
             raise UsageError(f"--append-eod: this {tokenizer_type} has no end-of-document token")
         files = find_inputs(names, blank_line_documents)
-        engine = choose_engine(tokenizer_engine, recipe, files)
-        crew.prepare(recipe.definition if has_tables(recipe) and engine != "reference" else None)
-        # The workers get ready while this process still loads what it needs itself.
+        engine = engine_for(tokenizer_engine, recipe, files)
+        if crew is not None:
+            # The workers get ready while this process still loads what it needs itself.
+            crew.prepare(recipe.definition if has_tables(recipe) and engine != "reference" else None)
         from holdfast.data.making import Request, run
 
         request = Request(
@@ -76,7 +80,7 @@ def preprocess(
             engine,
             log_interval,
         )
-        if partitions == 1:
+        if crew is not None:
             return run(request, crew)
     from holdfast.data.partitions import preprocess_partitions
 
@@ -85,10 +89,10 @@ def preprocess(
 
 def has_tables(recipe: Recipe) -> bool:
     """Whether the fast engine of this tokenizer first builds tables. BERT's does not."""
-    return recipe.family == "json" and recipe.mask is None
+    return recipe.family == "json" and not recipe.looks_like_bert
 
 
-def choose_engine(wanted: str, recipe: Recipe, files: Sequence[InputFile]) -> str:
+def engine_for(wanted: str, recipe: Recipe, files: Sequence[InputFile]) -> str:
     """A small input is done with the reference engine before the fast one has built its tables."""
     plain = all(not file.compression and file.path != "-" for file in files)
     small = plain and sum(file.size for file in files) < SMALL_INPUT_BYTES

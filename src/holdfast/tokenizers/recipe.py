@@ -44,6 +44,11 @@ class Recipe:
     """Add what the tokenizer.json's post-processor adds around a text (BOS, [CLS] ... [SEP])."""
     digest: str = ""
 
+    @property
+    def looks_like_bert(self) -> bool:
+        """The word stands in every BERT definition; only those that have it are worth parsing."""
+        return self.family == "json" and '"BertPreTokenizer"' in self.definition
+
 
 def read_recipe(
     tokenizer_type: str,

@@ -68,8 +68,7 @@ def choose_engine(recipe: Recipe, choice: EngineChoice) -> Engine:
 
 def fast_engine(recipe: Recipe) -> Engine:
     """The fast engine for a tokenizer.json; ValueError where there is none."""
-    # The word stands in every BERT definition; only those that have it are worth parsing.
-    if '"BertPreTokenizer"' in recipe.definition:
+    if recipe.looks_like_bert:
         import orjson
 
         from holdfast.tokenizers.wordpiece import FastBertEngine, is_bert
