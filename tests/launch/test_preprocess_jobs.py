@@ -159,10 +159,9 @@ def dask_scheduler(tmp_path: Path) -> Iterator[str]:
         processes += [subprocess.Popen(worker, stdout=log, stderr=log, cwd=tmp_path) for _ in range(2)]
         yield address
     finally:
-        for process in reversed(processes):
-            process.terminate()
-        for process in processes:
-            process.wait(timeout=60)
+        for process in processes:  # asked politely, a worker whose scheduler leaves with it may wait for it for ever
+            process.kill()
+            process.wait()
         log.close()
 
 
