@@ -55,3 +55,18 @@ def test_print_config_is_complete_and_reloads(tmp_path):
     file.write_text(done.stdout)
     assert "# Transformer layers." in done.stdout and "num_layers = 7" in done.stdout
     assert holdfast("train", str(file), "--print-config").stdout == done.stdout
+
+
+def test_a_command_line_is_read_without_anything_heavy():
+    program = """
+import sys
+from holdfast.cli import run
+from holdfast.errors import UsageError
+try:
+    run(["preprocess", "--input", "a", "b", "--output-prefix", "c", "--workers", "2"])
+except UsageError as error:
+    print(error)
+print(sorted({"typeguard", "numpy", "torch", "rich"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "GPT2BPETokenizer needs --vocab-file\n[]\n", done.stderr

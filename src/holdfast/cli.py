@@ -97,7 +97,9 @@ def run(arguments: Sequence[str]) -> None:
         return
     import tyro
 
-    tyro.cli(command, prog=f"holdfast {verb}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
+    from holdfast.flags import quick_to_parse
+
+    tyro.cli(quick_to_parse(command), prog=f"holdfast {verb}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def main() -> None:

@@ -7,10 +7,13 @@ from typing import Annotated, Literal
 import tyro
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.flags import Words, words
+
+NOTHING = words()
 
 
 def fetch(
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME_OR_URL...")] = (),
+    names: Annotated[Words, tyro.conf.Positional, tyro.conf.arg(metavar="NAME_OR_URL...")] = NOTHING,
     /,
     *,
     sha256: str | None = None,

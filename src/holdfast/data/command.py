@@ -6,14 +6,16 @@ from typing import Annotated, Literal
 
 import tyro
 
+from holdfast.flags import Words, words
 from holdfast.tokenizers.recipe import TokenizerType
 
+TEXT = words("text")
 BAD_LINES_EXIT_CODE = 3
 
 
 def preprocess(
     *,
-    input: tuple[str, ...],
+    input: Words,
     output_prefix: str,
     tokenizer_type: TokenizerType = "GPT2BPETokenizer",
     vocab_file: str | None = None,
@@ -21,7 +23,7 @@ def preprocess(
     tokenizer_model: str | None = None,
     tokenizer_hf_no_include_special_tokens: bool = False,
     tokenizer_engine: Literal["auto", "fast", "reference"] = "auto",
-    json_keys: tuple[str, ...] = ("text",),
+    json_keys: Words = TEXT,
     append_eod: bool = False,
     split_sentences: bool = False,
     keep_newlines: bool = False,
@@ -109,7 +111,7 @@ def preprocess(
 
 def merge(
     *,
-    input: tuple[str, ...],
+    input: Words,
     output_prefix: str,
     overwrite: bool = False,
     json: bool = False,
@@ -143,11 +145,11 @@ def merge(
 
 def train_tokenizer(
     *,
-    input: tuple[str, ...],
+    input: Words,
     output_dir: str,
     vocab_size: int = 32000,
     type: Annotated[Literal["bpe", "wordpiece", "wordpiece-cased"], tyro.conf.arg(name="type")] = "bpe",
-    json_keys: tuple[str, ...] = ("text",),
+    json_keys: Words = TEXT,
 ) -> None:
     """Learn a tokenizer from your own text: vocab.json and merges.txt (bpe), or vocab.txt (wordpiece).
 

@@ -4,6 +4,7 @@ The invariant: when a Crew is closed, for whatever reason, none of its processes
 """
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -21,6 +22,7 @@ from holdfast.errors import HoldfastError
 if TYPE_CHECKING:  # the caller wants its workers started before anything heavy is loaded
     from holdfast.data.sources import Unit
     from holdfast.data.worker import Answer, Job
+    from holdfast.tokenizers.recipe import Recipe
 
 # Not `-m`: what a worker pickles must come from a module of the same name as here.
 START = "from holdfast.data.muster import main; main()"
@@ -55,20 +57,31 @@ class Crew:
         self._connections = [Connection(pair[0].detach()) for pair in pairs]
         for pair in pairs:
             pair[1].close()
-        self._prepared = False
+        self._units: Iterator[tuple[int, Unit]] = iter(())
+        self._busy: dict[Connection, Unit] = {}
         self.engine = ""
         self.memory = [0] * workers
 
-    def prepare(self, definition: str | None) -> None:
-        """Tells the workers, before `begin`, which tokenizer's tables they will need, if any."""
-        self._tell(definition)
-        self._prepared = True
+    def prepare(self, recipe: "Recipe", *, with_tables: bool) -> None:
+        """Tells the workers which tokenizer it will be, and whether to build the fast engine's tables meanwhile."""
+        self._tell((recipe, with_tables))
 
-    def begin(self, job: "Job") -> None:
-        """Tells the workers what the run is about."""
-        if not self._prepared:
-            self.prepare(None)
+    def begin(self, job: "Job", units: "Iterator[tuple[int, Unit]]") -> None:
+        """Tells the workers what the run is about. Each finds its first unit waiting when it is ready, unless the unit brings
+        its content with it: nobody would read that until then."""
         self._tell(job)
+        first = list(itertools.islice(units, 1))
+        self._units = itertools.chain(first, units)
+        if first and not first[0][1].data:
+            for connection in self._connections:
+                self._hand_out(connection)
+
+    def _hand_out(self, connection: Connection) -> None:
+        following = next(self._units, None)
+        if following is not None:
+            self._busy[connection] = following[1]
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.send(following)
 
     def _tell(self, message: object) -> None:
         """A worker that is gone is noticed when it is asked."""
@@ -77,34 +90,24 @@ class Crew:
             self._process.stdin.write(pickle.dumps(message))
             self._process.stdin.flush()
 
-    def answers(self, units: "Iterator[tuple[int, Unit]]") -> "Iterator[tuple[Unit, Answer]]":
+    def answers(self) -> "Iterator[tuple[Unit, Answer]]":
         """Hands out the units and gives each back with its answer, in the order of completion."""
-        busy: dict[Connection, tuple[int, Unit]] = {}
         loading = set(self._connections)
-        more = True
-        while more or busy or loading:
-            for ready in wait([*busy, *loading]):
+        while loading or self._busy:
+            for ready in wait(loading | self._busy.keys()):
                 assert isinstance(ready, Connection)
                 message = self._receive(ready)
                 if ready in loading:
                     loading.remove(ready)
                     self.engine = str(message)
-                else:
-                    _, unit = busy.pop(ready)
-                    self.memory[self._connections.index(ready)] = message.memory
-                    following = next(units, None) if more else None
-                    if following is not None:
-                        # Out goes the next unit first, so that the worker computes while its answer is dealt with.
-                        busy[ready] = following
-                        ready.send(following)
-                    more = more and following is not None
-                    yield unit, message
+                    if ready not in self._busy:
+                        self._hand_out(ready)
                     continue
-                following = next(units, None) if more else None
-                more = more and following is not None
-                if following is not None:
-                    busy[ready] = following
-                    ready.send(following)
+                unit = self._busy.pop(ready)
+                self.memory[self._connections.index(ready)] = message.memory
+                # Out goes the next unit first, so that the worker computes while its answer is dealt with.
+                self._hand_out(ready)
+                yield unit, message
 
     def _receive(self, connection: Connection) -> Any:
         try:

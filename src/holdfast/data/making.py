@@ -4,7 +4,6 @@ The input is cut into units; workers make a part of each; parts are appended in 
 gets its final name. Every step leaves a state on disk from which the next call goes on.
 """
 
-import itertools
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -128,7 +127,6 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
     if workspace.state.complete:
         return 0, ""
     job = Job(
-        request.recipe,
         request.engine,
         request.keys,
         request.recipe.eod if request.append_eod else None,
@@ -144,14 +142,12 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
                 yield number, unit
 
     check = CrossCheck(request)
-    crew.begin(job)
-    units = wanted()
     with Report(request, workspace) as report:
-        # While the crew gets ready, decompression begins and the reference is loaded.
-        first = list(itertools.islice(units, 1))
+        crew.begin(job, wanted())
+        # While the crew gets ready, the reference is loaded.
         check.load()
         report.appended(_append_ready(request, workspace))
-        for unit, answer in crew.answers(itertools.chain(first, units)):
+        for unit, answer in crew.answers():
             report.engine(crew.engine)
             workspace.add(_accept(answer, check))
             report.finished(unit)

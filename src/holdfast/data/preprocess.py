@@ -63,7 +63,7 @@ def preprocess(
         engine = engine_for(tokenizer_engine, recipe, files)
         if crew is not None:
             # The workers get ready while this process still loads what it needs itself.
-            crew.prepare(recipe.definition if has_tables(recipe) and engine != "reference" else None)
+            crew.prepare(recipe, with_tables=has_tables(recipe) and engine != "reference")
         from holdfast.data.making import Request, run
 
         request = Request(

@@ -28,7 +28,8 @@ from holdfast.tokenizers import Recipe, Tokenizer
 # A worker whose memory passes this builds its tokenizer anew: engines cache the words they have seen.
 MEMORY_LIMIT_BYTES = 300 << 20
 REBUILD_AFTER_UNITS = 64
-SAMPLE_TEXT_CHARACTERS = 8 << 10
+SAMPLE_TEXT_CHARACTERS = 3 << 10
+SAMPLE_SEARCH_TEXTS = 64
 FIRST_SAMPLE_TEXTS = 8
 
 
@@ -36,7 +37,6 @@ FIRST_SAMPLE_TEXTS = 8
 class Job:
     """What all workers of a run are told once."""
 
-    recipe: Recipe
     engine: str
     keys: tuple[str, ...]
     eod: int | None
@@ -126,15 +126,21 @@ def _write(file: object, array: np.ndarray) -> None:
 
 
 def _sample(encoded: Encoded, number: int) -> list[tuple[str, bytes]]:
-    """One text of the batch, chosen by the unit's number; several of the first unit."""
+    """A short text of the batch, the next one from a place that the unit's number gives; several of the first unit."""
     count = len(encoded.texts)
     wanted = FIRST_SAMPLE_TEXTS if number == 0 else 1
-    chosen = {(number * 2654435761 + turn * 40503) % count for turn in range(wanted)} if count else set()
+    places = {(number * 2654435761 + turn * 40503) % count for turn in range(wanted)} if count else set()
+    short = (_next_short(encoded.texts, place) for place in places)
     return [
         (encoded.texts[i], encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tobytes())
-        for i in sorted(chosen)
-        if len(encoded.texts[i]) <= SAMPLE_TEXT_CHARACTERS
+        for i in sorted({place for place in short if place is not None})
     ]
+
+
+def _next_short(texts: Sequence[str], place: int) -> int | None:
+    """The reference engine is slow, and this process would wait for it: long texts are passed over."""
+    following = range(place, min(place + SAMPLE_SEARCH_TEXTS, len(texts)))
+    return next((i for i in following if 0 < len(texts[i]) <= SAMPLE_TEXT_CHARACTERS), None)
 
 
 def serve(job: Job, tokenizer: Tokenizer, connection: Connection) -> None:
@@ -151,7 +157,7 @@ def serve(job: Job, tokenizer: Tokenizer, connection: Connection) -> None:
         connection.send(answer)
         since_built += 1
         if since_built >= REBUILD_AFTER_UNITS and _resident_bytes() > MEMORY_LIMIT_BYTES:
-            tokenizer, since_built = Tokenizer(job.recipe, job.engine), 0  # type: ignore[arg-type]
+            tokenizer, since_built = Tokenizer(tokenizer.recipe, job.engine), 0  # type: ignore[arg-type]
 
 
 def _process(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, number: int, unit: Unit) -> Answer:
@@ -182,10 +188,10 @@ def _resident_bytes() -> int:
         return 0
 
 
-def lead(job: Job, descriptors: Sequence[int]) -> int:
+def lead(recipe: Recipe, job: Job, descriptors: Sequence[int]) -> int:
     """Builds the tokenizer, forks a worker per descriptor but the first, and is the first worker itself; the exit status."""
     own, *others = descriptors
-    tokenizer = Tokenizer(job.recipe, job.engine)  # type: ignore[arg-type]
+    tokenizer = Tokenizer(recipe, job.engine)  # type: ignore[arg-type]
     give_back_memory()
     gc.freeze()
     children = []

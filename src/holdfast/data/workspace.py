@@ -11,6 +11,7 @@ prefix of the result. After a power cut the same holds for the last state that w
 """
 
 import fcntl
+import functools
 import os
 import shutil
 import time
@@ -68,6 +69,7 @@ class State:
         return self.keys[0].documents
 
 
+@functools.cache
 def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
