@@ -21,7 +21,7 @@ from tests.distributed.test_kill import assert_same_state, final_state, ranks_of
 pytestmark = pytest.mark.distributed
 
 PRESET = Path(__file__).parents[2] / "configs" / "bert_tiny.toml"
-STEPS = 30
+STEPS = 20
 FLAGS = (
     f"--seq-length 32 --num-layers 1 --micro-batch-size 2 --global-batch-size 24 --train-iters {STEPS} --fp16 "
     "--initial-loss-scale 4096 --loss-scale-window 8 --eval-interval 0 --save-interval 1000 --no-tensorboard"

@@ -49,10 +49,10 @@ def tiny(prefix: Path, save: Path, **model: object) -> Config:
         model=ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY, **model),
         data=DataConfig(data_path=(str(prefix),), seq_length=16, split="90,10,0", num_workers=0),
         train=TrainConfig(
-            train_iters=20, micro_batch_size=2, global_batch_size=8, eval_interval=10, eval_iters=2, save=str(save)
+            train_iters=12, micro_batch_size=2, global_batch_size=8, eval_interval=6, eval_iters=2, save=str(save)
         ),
         optimizer=OptimizerConfig(
-            lr=2e-3, lr_decay_style="constant", lr_warmup_iters=4, weight_decay=0.1, clip_grad=0.5
+            lr=4e-3, lr_decay_style="constant", lr_warmup_iters=4, weight_decay=0.1, clip_grad=0.5
         ),
         log=LogConfig(tensorboard=False),
     )
