@@ -43,6 +43,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("holdfast.bench.command:bench", "measure a part beside what you would use instead"),
 }
 
+# What takes long to get ready is called before the command line is read.
+AHEAD = {"preprocess": "holdfast.data.crew:call_ahead"}
+
 
 def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The verb (one word, or two as in `tokenizer train`) and what follows it."""
@@ -75,10 +78,10 @@ def help_text() -> str:
     )
 
 
-def load_verb(verb: str) -> Callable[..., Any]:
-    module, function = VERBS[verb][0].split(":")
-    command: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return command
+def load(name: str) -> Callable[..., Any]:
+    module, function = name.split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -91,7 +94,9 @@ def run(arguments: Sequence[str]) -> None:
         print(f"holdfast {version('holdfast')}")
         return
     verb, rest = find_verb(arguments)
-    command = load_verb(verb)
+    if verb in AHEAD and not {"-h", "--help"}.intersection(rest):
+        load(AHEAD[verb])()
+    command = load(VERBS[verb][0])
     if getattr(command, "parses_its_own_arguments", False):
         command(rest)
         return

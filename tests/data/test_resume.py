@@ -118,6 +118,45 @@ def test_control_c_ends_it_with_its_workers_and_no_final_name(
     assert pair(tmp_path / "out_text_document") == expected
 
 
+def test_nothing_is_left_of_a_call_that_was_wrong(tmp_path: Path) -> None:
+    """Workers are called before the command line is read."""
+    words = [
+        sys.executable,
+        "-m",
+        "holdfast.cli",
+        "preprocess",
+        "--inputt",
+        "a",
+        "--output-prefix",
+        str(tmp_path / "out"),
+    ]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, env={**os.environ, "WRONG_CALL": str(tmp_path)}) as process:
+        process.communicate(timeout=60)
+    assert process.returncode == 2
+    deadline = time.monotonic() + 30
+    while left := [one for one in psutil.process_iter() if environment(one).get("WRONG_CALL") == str(tmp_path)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+def test_a_tokenizer_that_cannot_be_built_is_named(tmp_path: Path, source: Path, engine: str) -> None:
+    model = tmp_path / "tokenizer.json"
+    model.write_text('{"model": {"type": "Nonsense", "vocab": {"a": 0, "<|endoftext|>": 1}}, "added_tokens": []}')
+    words = [sys.executable, "-m", "holdfast.cli", "preprocess", "--input", str(source), "--output-prefix"]
+    words += [str(tmp_path / "out"), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model)]
+    done = subprocess.run([*words, "--tokenizer-engine", engine], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "do not make a tokenizer" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_killed_worker_is_reported_and_the_next_call_goes_on(
     tmp_path: Path, source: Path, small_bpe: TokenizerFiles, expected: tuple[bytes, bytes]
 ) -> None:

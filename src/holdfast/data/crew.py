@@ -6,13 +6,13 @@ The invariant: when a Crew is closed, for whatever reason, none of its processes
 import contextlib
 import itertools
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,11 @@ if TYPE_CHECKING:  # the caller wants its workers started before anything heavy 
 START = "from holdfast.data.muster import main; main()"
 
 
-class Crew:
-    """Worker processes in a session of their own, so that Ctrl-C reaches this process alone, which then ends them.
+class Leader:
+    """The process that a crew is led by, in a session of its own: Ctrl-C reaches the caller alone, which then ends it."""
 
-    They start at once and get ready while the caller is still finding out what there is to do; `begin` tells them."""
-
-    def __init__(self, workers: int) -> None:
-        pairs = [socket.socketpair() for _ in range(workers)]
-        theirs = [pair[1].fileno() for pair in pairs]
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
         package = str(Path(holdfast.__file__).parent.parent)
         environment = {
             **os.environ,
@@ -47,29 +44,59 @@ class Crew:
             "FASTOKENS_BPE_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", START, *map(str, theirs)],
-            stdin=subprocess.PIPE,
-            pass_fds=theirs,
-            env=environment,
-            start_new_session=True,
-        )
-        self._connections = [Connection(pair[0].detach()) for pair in pairs]
-        for pair in pairs:
-            pair[1].close()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START], stdin=theirs.fileno(), env=environment, start_new_session=True
+            )
+        self._control = Connection(ours.detach())
+
+    def tell(self, message: object) -> None:
+        """One that is gone is noticed when its workers are asked."""
+        with contextlib.suppress(ConnectionError):
+            self._control.send(message)
+
+    def connect(self) -> Connection:
+        """A connection to a worker that it will have."""
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(ConnectionError):
+            send_handle(self._control, theirs.fileno(), self.process.pid)
+        return Connection(ours.detach())
+
+    def dismiss(self) -> None:
+        """If it has no work yet, it will never have any; it goes by itself."""
+        self._control.close()
+
+
+_called_ahead: list[Leader] = []
+
+
+def call_ahead() -> None:
+    """Starts the process that will lead the next crew, so that it loads its modules while its caller reads a command line.
+
+    If there is no next crew, it goes with its caller."""
+    _called_ahead.append(Leader())
+
+
+class Crew:
+    """Worker processes. They get ready while the caller is still finding out what there is to do; `begin` tells them."""
+
+    def __init__(self, workers: int) -> None:
+        self._leader = _called_ahead.pop() if _called_ahead else Leader()
+        self._leader.tell(workers)
+        self._connections = [self._leader.connect() for _ in range(workers)]
         self._units: Iterator[tuple[int, Unit]] = iter(())
         self._busy: dict[Connection, Unit] = {}
         self.engine = ""
         self.memory = [0] * workers
 
-    def prepare(self, recipe: "Recipe", *, with_tables: bool) -> None:
-        """Tells the workers which tokenizer it will be, and whether to build the fast engine's tables meanwhile."""
-        self._tell((recipe, with_tables))
+    def prepare(self, recipe: "Recipe", engine: str) -> None:
+        """Tells the workers which tokenizer it will be: they build it before they know what else there is to do."""
+        self._leader.tell((recipe, engine))
 
     def begin(self, job: "Job", units: "Iterator[tuple[int, Unit]]") -> None:
         """Tells the workers what the run is about. Each finds its first unit waiting when it is ready, unless the unit brings
         its content with it: nobody would read that until then."""
-        self._tell(job)
+        self._leader.tell(job)
         first = list(itertools.islice(units, 1))
         self._units = itertools.chain(first, units)
         if first and not first[0][1].data:
@@ -80,15 +107,8 @@ class Crew:
         following = next(self._units, None)
         if following is not None:
             self._busy[connection] = following[1]
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            with contextlib.suppress(ConnectionError):  # noticed when its answer is waited for
                 connection.send(following)
-
-    def _tell(self, message: object) -> None:
-        """A worker that is gone is noticed when it is asked."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(pickle.dumps(message))
-            self._process.stdin.flush()
 
     def answers(self) -> "Iterator[tuple[Unit, Answer]]":
         """Hands out the units and gives each back with its answer, in the order of completion."""
@@ -99,6 +119,8 @@ class Crew:
                 message = self._receive(ready)
                 if ready in loading:
                     loading.remove(ready)
+                    if isinstance(message, HoldfastError):
+                        raise message
                     self.engine = str(message)
                     if ready not in self._busy:
                         self._hand_out(ready)
@@ -117,7 +139,7 @@ class Crew:
             for one in self._connections:
                 one.close()
             try:
-                status = self._process.wait(60)
+                status = self._leader.process.wait(60)
             except subprocess.TimeoutExpired:
                 status = 0
             killer = -status if status < 0 else status - 128
@@ -126,20 +148,19 @@ class Crew:
             raise HoldfastError(f"a worker {reason}{hint}; what is done is kept, call again to go on") from error
 
     def close(self, *, kill: bool = True) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        process = self._leader.process
+        self._leader.dismiss()
         for connection in self._connections:
             connection.close()
         if not kill:
             # Workers that hear no more of their job, or whose connection is closed, go by themselves.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
+                process.wait(5)
         # The group is there as long as its leader has not been waited for.
-        if self._process.poll() is None:
+        if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def __enter__(self) -> "Crew":
         return self

@@ -127,7 +127,6 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
     if workspace.state.complete:
         return 0, ""
     job = Job(
-        request.engine,
         request.keys,
         request.recipe.eod if request.append_eod else None,
         str(request.dtype),

@@ -1,29 +1,40 @@
-"""Where a worker process begins. What takes long is begun first: the tokenizer's tables, beside the imports.
+"""Where a worker process begins. It may be called before there is anything to do, and loads what it will need meanwhile.
 
-Standard input brings two pickles: early, the tokenizer's recipe and whether its tables will be needed; then the Job.
+Standard input is a socket. It brings the workers' connections, then the tokenizer's recipe and the choice of its engine, then
+the Job.
 """
 
+import importlib
 import os
-import pickle
 import signal
 import sys
+import threading
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 from holdfast.tokenizers import tables
 
 
 def main() -> None:
-    """The life of the process that a Crew starts; its arguments are the descriptors of the workers' connections."""
+    """The life of the process that a Crew is led by."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    loading = threading.Thread(target=importlib.import_module, args=["holdfast.data.worker"])
+    loading.start()
+    control = Connection(sys.stdin.fileno())
     try:
-        recipe, with_tables = pickle.load(sys.stdin.buffer)
-        if with_tables:
+        descriptors = [recv_handle(control) for _ in range(control.recv())]
+        recipe, engine = control.recv()
+        if tables.are_needed(recipe, engine):
             tables.begin(recipe.definition)
-        from holdfast.data.worker import lead
+        loading.join()
+        from holdfast.data.worker import build, lead
 
-        job = pickle.load(sys.stdin.buffer)
-    except (EOFError, pickle.UnpicklingError):
+        # What can be said against the tokenizer is said when somebody listens.
+        tokenizer = build(recipe, engine)
+        job = control.recv()
+    except (EOFError, ConnectionError):
         os._exit(0)  # there was nothing to do, or the caller is gone
-    status = lead(recipe, job, [int(word) for word in sys.argv[1:]])
+    status = lead(tokenizer, job, descriptors)
     sys.stderr.flush()
     # At once: an interpreter that ends properly takes the tokenizer's tables apart, and somebody waits for that.
     os._exit(status)

@@ -32,7 +32,7 @@ def preprocess_partitions(request: "Request", partitions: int, index: int | None
 
     def run(one: "Request") -> Summary:
         with Crew(one.workers) as crew:
-            crew.prepare(one.recipe, with_tables=False)
+            crew.prepare(one.recipe, one.engine)
             return run_with(one, crew)
 
     if index is not None:

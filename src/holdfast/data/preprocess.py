@@ -11,6 +11,7 @@ from holdfast.data.sentences import language_code
 from holdfast.data.sources import InputFile
 from holdfast.data.sources.inputs import find_inputs
 from holdfast.errors import UsageError
+from holdfast.tokenizers import tables
 from holdfast.tokenizers.recipe import Recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def preprocess(
         engine = engine_for(tokenizer_engine, recipe, files)
         if crew is not None:
             # The workers get ready while this process still loads what it needs itself.
-            crew.prepare(recipe, with_tables=has_tables(recipe) and engine != "reference")
+            crew.prepare(recipe, engine)
         from holdfast.data.making import Request, run
 
         request = Request(
@@ -87,13 +88,8 @@ def preprocess(
     return preprocess_partitions(request, partitions, partition_index)
 
 
-def has_tables(recipe: Recipe) -> bool:
-    """Whether the fast engine of this tokenizer first builds tables. BERT's does not."""
-    return recipe.family == "json" and not recipe.looks_like_bert
-
-
 def engine_for(wanted: str, recipe: Recipe, files: Sequence[InputFile]) -> str:
     """A small input is done with the reference engine before the fast one has built its tables."""
     plain = all(not file.compression and file.path != "-" for file in files)
     small = plain and sum(file.size for file in files) < SMALL_INPUT_BYTES
-    return "reference" if wanted == "auto" and small and has_tables(recipe) else wanted
+    return "reference" if wanted == "auto" and small and tables.are_needed(recipe, wanted) else wanted

@@ -23,7 +23,8 @@ from holdfast.data.encode import Encoded, encode_documents
 from holdfast.data.sentences import Splitter
 from holdfast.data.sources import Batch, Unit, read_unit
 from holdfast.errors import HoldfastError
-from holdfast.tokenizers import Recipe, Tokenizer
+from holdfast.tokenizers import Recipe
+from holdfast.tokenizers.tokenizer import EngineChoice, Tokenizer
 
 # A worker whose memory passes this builds its tokenizer anew: engines cache the words they have seen.
 MEMORY_LIMIT_BYTES = 300 << 20
@@ -37,7 +38,6 @@ FIRST_SAMPLE_TEXTS = 8
 class Job:
     """What all workers of a run are told once."""
 
-    engine: str
     keys: tuple[str, ...]
     eod: int | None
     dtype: str
@@ -144,7 +144,7 @@ def _next_short(texts: Sequence[str], place: int) -> int | None:
 
 
 def serve(job: Job, tokenizer: Tokenizer, connection: Connection) -> None:
-    """Units in, answers out, until the other end is gone."""
+    """The engine's name, then units in, answers out, until the other end is gone."""
     splitter = Splitter(job.language, job.keep_newlines) if job.language else None
     # Batches are plain lists and strings without cycles: collecting would only walk over them again and again.
     gc.disable()
@@ -157,7 +157,7 @@ def serve(job: Job, tokenizer: Tokenizer, connection: Connection) -> None:
         connection.send(answer)
         since_built += 1
         if since_built >= REBUILD_AFTER_UNITS and _resident_bytes() > MEMORY_LIMIT_BYTES:
-            tokenizer, since_built = Tokenizer(tokenizer.recipe, job.engine), 0  # type: ignore[arg-type]
+            tokenizer, since_built = tokenizer.anew(), 0
 
 
 def _process(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, number: int, unit: Unit) -> Answer:
@@ -188,11 +188,23 @@ def _resident_bytes() -> int:
         return 0
 
 
-def lead(recipe: Recipe, job: Job, descriptors: Sequence[int]) -> int:
-    """Builds the tokenizer, forks a worker per descriptor but the first, and is the first worker itself; the exit status."""
-    own, *others = descriptors
-    tokenizer = Tokenizer(recipe, job.engine)  # type: ignore[arg-type]
+def build(recipe: Recipe, engine: EngineChoice) -> Tokenizer | HoldfastError:
+    """The tokenizer, or what is wrong with it."""
+    try:
+        tokenizer = Tokenizer(recipe, engine)
+    except HoldfastError as error:
+        return error
     give_back_memory()
+    return tokenizer
+
+
+def lead(tokenizer: Tokenizer | HoldfastError, job: Job, descriptors: Sequence[int]) -> int:
+    """Forks a worker per descriptor but the first, and is the first worker itself; the exit status."""
+    if isinstance(tokenizer, HoldfastError):
+        for descriptor in descriptors:
+            Connection(descriptor).send(tokenizer)
+        return 1
+    own, *others = descriptors
     gc.freeze()
     children = []
     for descriptor in others:

@@ -6,7 +6,14 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from holdfast.tokenizers.recipe import Recipe
+
 _begun: dict[str, Future[Any]] = {}
+
+
+def are_needed(recipe: Recipe, engine: str) -> bool:
+    """BERT's fast engine has none, nor has the reference."""
+    return recipe.family == "json" and not recipe.looks_like_bert and engine != "reference"
 
 
 def begin(definition: str) -> None:

@@ -46,6 +46,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode(ids)
 
+    def anew(self) -> "Tokenizer":
+        """Another one that has seen nothing yet."""
+        return Tokenizer(self.recipe, self._choice)
+
     def __reduce__(self) -> tuple[type["Tokenizer"], tuple[Recipe, EngineChoice]]:
         return type(self), (self.recipe, self._choice)
 

@@ -9,6 +9,7 @@ pre-tokenizer for those that are new. A text that holds a special token goes to 
 import contextlib
 import itertools
 import re
+import sys
 import tempfile
 from array import array
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _ASCII_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
 REMEMBERED_CHARACTERS, REMEMBERED = 40, 1 << 18
 LONGEST_NATIVE = 32 << 10
+_NEW, _FINE, _WRONG = np.uint8(0), np.uint8(1), np.uint8(2)
 
 
 def is_bert(definition: dict[str, Any]) -> bool:
@@ -126,21 +128,20 @@ class Native:
             file.flush()
             self._tokenizer: Any = tokie.Tokenizer.from_json(file.name)
         self._reference = reference
-        self._known: set[str] = set()
-        self._wrong: set[str] = set()
-        self._meet({chr(number) for number in range(128)})
-        self._wrong_ascii = set(self._wrong)
+        self._verdicts = np.full(sys.maxunicode + 1, _NEW)
         if not all(self._agree([word * length for word in ("x", "é", "e\u0301") for length in (100, 101)])):
             raise ValueError("tokie cuts long words differently")
 
-    def refused(self, texts: Sequence[str], whole: str) -> list[int]:
-        """The numbers of those texts that it may compute differently; `whole` is all of them together."""
-        characters = self._wrong_ascii.union(*(text for text in texts if not text.isascii()))
-        self._meet(characters)
-        wrong = {one for one in self._wrong & characters if one in whole}
-        if not wrong and max(map(len, texts)) <= LONGEST_NATIVE:
-            return []
-        return [n for n, text in enumerate(texts) if len(text) > LONGEST_NATIVE or not wrong.isdisjoint(text)]
+    def refused(self, texts: Sequence[str], whole: str) -> set[int]:
+        """The numbers of those texts that it may compute differently; `whole` is the texts with a character between them."""
+        characters = np.frombuffer(whole.encode("utf-32-le", "surrogatepass"), np.uint32)
+        verdicts = self._verdicts.take(characters)
+        if not verdicts.all():
+            self._meet(np.unique(characters[verdicts == _NEW]))
+            verdicts = self._verdicts.take(characters)
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        wrong = np.searchsorted(np.cumsum(lengths + 1), np.flatnonzero(verdicts == _WRONG), side="right")
+        return {*np.unique(wrong).tolist(), *np.flatnonzero(lengths > LONGEST_NATIVE).tolist()}
 
     def encode_batch(self, texts: Sequence[str]) -> Flat:
         ids, lengths = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
@@ -148,12 +149,10 @@ class Native:
         np.cumsum(lengths, out=offsets[1:])
         return ids, offsets
 
-    def _meet(self, characters: set[str]) -> None:
-        """Tries the characters that are new."""
-        new = list(characters - self._known)
-        self._known |= characters
-        agree = self._agree([f"a{one}b {one} c{one}" for one in new])
-        self._wrong |= {one for one, fine in zip(new, agree, strict=True) if not fine}
+    def _meet(self, characters: npt.NDArray[np.uint32]) -> None:
+        """Tries characters that are new."""
+        agree = self._agree([f"a{one}b {one} c{one}" for one in map(chr, characters.tolist())])
+        self._verdicts[characters] = np.where(agree, _FINE, _WRONG)
 
     def _agree(self, texts: Sequence[str]) -> list[bool]:
         """Whether it and the reference give the same ids, for each of the texts."""
@@ -176,7 +175,8 @@ class FastBertEngine:
         self._lowercase = bool(definition["normalizer"]["lowercase"])
         self._words = Words(definition["model"])
         self._chunks = Chunks(self._words, self._lowercase)
-        self._special_tokens: list[str] = [token["content"] for token in definition.get("added_tokens") or []]
+        tokens = [token["content"] for token in definition.get("added_tokens") or []]
+        self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         self._reference = ReferenceEngine(recipe)
         self._native: Native | None = None
         with contextlib.suppress(ImportError, ValueError):
@@ -187,9 +187,9 @@ class FastBertEngine:
         if self._native is None or not texts:
             return _joined([self._encode(text) for text in texts])
         whole = "\n".join(texts)
-        refused = set(self._native.refused(texts, whole))
-        if any(token in whole for token in self._special_tokens):
-            refused |= {n for n, text in enumerate(texts) if self._is_special(text)}
+        refused = self._native.refused(texts, whole)
+        if self._special.search(whole):
+            refused |= {n for n, text in enumerate(texts) if self._special.search(text)}
         if not refused:
             return self._native.encode_batch(texts)
         ids, offsets = self._native.encode_batch(["" if n in refused else text for n, text in enumerate(texts)])
@@ -199,16 +199,13 @@ class FastBertEngine:
         return _joined(pieces)
 
     def _encode(self, text: str) -> bytes:
-        if self._is_special(text):
+        if self._special.search(text):
             return self._reference.encode_batch([text])[0].tobytes()
         if text.isascii():
             return b"".join(map(self._words.__getitem__, ascii_words(text, self._lowercase)))
         if _DROPPED_BLANKS.search(text):
             text = _DROPPED_BLANKS.sub("", text)
         return b"".join(map(self._chunks.__getitem__, text.split()))
-
-    def _is_special(self, text: str) -> bool:
-        return any(token in text for token in self._special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)
