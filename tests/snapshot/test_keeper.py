@@ -9,7 +9,8 @@ import pytest
 from holdfast.checkpoint import load, open_checkpoint
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
-from holdfast.snapshot.place import Place, read_json, write_json
+from holdfast.snapshot.place import Place, keeper_alive, read_json, write_json
+from holdfast.snapshot.starting import start_keeper
 from tests.disks import small_disk
 
 from .harness import Fault, build, keeper_process, launch, nothing_left, state_hash, wait_for
@@ -277,3 +278,12 @@ def test_what_cannot_be_kept_is_refused_by_name(run, tmp_path):
         Snapshots("x", torch.nn.Linear(2, 2), extra={"cursor": 3}, folder=tmp_path, memory=run.memory)
     with pytest.raises(HoldfastError, match=r"extra.when is a object"):
         encode({"when": object()})
+
+
+def test_a_keeper_whose_trainer_never_came_leaves_and_takes_the_folder_with_it(run):
+    place = place_of(run)
+    place.make()
+    write_json(place.path / "settings.json", {"linger_seconds": 0.5})
+    start_keeper(place)
+    wait_for(lambda: not place.path.exists(), "the folder to go")
+    wait_for(lambda: not keeper_alive(place), "the keeper to go")

@@ -269,16 +269,15 @@ class Keeper:
             self._peers.round(self.settings)
 
     def _over(self, desks: dict[int, Desk]) -> bool:
-        """Ends when the run has: its memory is freed when all ranks left, or after a while when all are dead and saved."""
-        if not desks:
-            return self._ending
+        """Ends when the run has: its memory is freed when all ranks left, or after a while when all are dead and saved, or when
+        there is none: the trainer that wanted a keeper may have died before it took its desk."""
         if any(desk.occupied() for desk in desks.values()):
             self._dead_since = None
             return False
         statuses = {desk["status"] for desk in desks.values()}
         if self._jobs and not self._ending:
             return False
-        if statuses <= {FINISHED, STOPPED}:
+        if desks and statuses <= {FINISHED, STOPPED}:
             if STOPPED in statuses and not self._persist_last():
                 return False
             self._free()
