@@ -17,7 +17,7 @@ from .conftest import Lab, read_json_lines, tail
 # Every start imports torch six times; on a machine that does other things too this takes its time.
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
-ITERATIONS = 200
+ITERATIONS = 150
 CONFIG = f"""
 [model]
 num_layers = 2
@@ -188,6 +188,10 @@ def test_two_nodes_compute_what_one_machine_computes_until_stopped(
     lab.holdfast("launch", "stop", run)
     assert lab.states(job) == ["COMPLETED"]
     assert recorded(run)[-1] == "stopped", log(run)
+    # asked to persist while the run goes on, the keepers of both nodes agree on the step that it ends with
+    ended, events = max(losses(run)), read_json_lines(run / "events.jsonl")
+    asked = [event["step"] for event in events if event["event"] == "persisted" and event["reason"] != "save"]
+    assert set(asked) <= {ended} and (run / "checkpoints" / f"step-{ended:08d}").exists(), events
     expected = losses(undisturbed)
     assert losses(run) == {iteration: expected[iteration] for iteration in losses(run)}
     assert "stopped: persisted on request" in lab.holdfast("launch", "status", run).stdout

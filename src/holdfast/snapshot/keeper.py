@@ -136,7 +136,8 @@ class Keeper:
             trigger = self.place.folder / name
             if trigger.exists() and not any(job.get("trigger") == str(trigger) for job in self._jobs):
                 (self.place.path / "stop").write_text(name)
-                self._jobs.append({"reason": name, "step": None, "trigger": str(trigger)})
+                job = {"reason": name, "step": None, "trigger": str(trigger), "since": time.monotonic()}
+                self._jobs.append(job)
 
     def _take_requests(self) -> None:
         known = {job.get("request") for job in self._jobs}
@@ -178,6 +179,8 @@ class Keeper:
                     arena.close()
 
     def _do(self, job: dict[str, Any], arenas: list[Arena]) -> None:
+        if self._stops_soon(job):
+            return
         steps = common_steps(arenas)
         if job["step"] is not None:
             if job["step"] in steps:
@@ -197,6 +200,16 @@ class Keeper:
             except DamagedError as error:
                 self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
         self._finish(job, None, f"no step is held whole in memory (asked for: {job['step'] or 'the newest'})")
+
+    def _stops_soon(self, job: dict[str, Any]) -> bool:
+        """Whether a run on several nodes is about to stop, as the job asks. While it trains, each keeper sees another step as the
+        newest, and they would wait for each other; all ranks stop after the same one."""
+        return (
+            "trigger" in job
+            and len(set(self.settings.get("nodes", []))) > 1
+            and any(desk.occupied() for desk in self._desks().values())
+            and time.monotonic() - job["since"] < SAVE_PATIENCE
+        )
 
     def _write(self, job: dict[str, Any], arenas: list[Arena], step: int) -> Path:
         begin = time.perf_counter()
