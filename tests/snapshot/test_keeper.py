@@ -3,12 +3,14 @@
 import contextlib
 import os
 import signal
+import time
 
 import pytest
 
 from holdfast.checkpoint import load, open_checkpoint
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
+from holdfast.snapshot.desk import FINISHED, Desk, desk_name
 from holdfast.snapshot.place import Place, keeper_alive, read_json, write_json
 from holdfast.snapshot.starting import start_keeper
 from tests.disks import small_disk
@@ -287,3 +289,16 @@ def test_a_keeper_whose_trainer_never_came_leaves_and_takes_the_folder_with_it(r
     start_keeper(place)
     wait_for(lambda: not place.path.exists(), "the folder to go")
     wait_for(lambda: not keeper_alive(place), "the keeper to go")
+
+
+def test_a_keeper_that_does_not_know_its_ranks_leaves_a_living_one_its_memory(run):
+    place = place_of(run)
+    place.make()
+    write_json(place.path / "settings.json", {"linger_seconds": 0.2})  # nothing says whose desks are on this node
+    desk = Desk(place.path / desk_name(0))
+    desk.sit_down()
+    start_keeper(place)
+    time.sleep(1.0)
+    assert place.path.exists() and keeper_alive(place)
+    desk["status"] = FINISHED
+    wait_for(lambda: not place.path.exists(), "the folder to go")

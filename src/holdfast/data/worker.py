@@ -29,8 +29,7 @@ from holdfast.tokenizers.tokenizer import EngineChoice, Tokenizer
 # A worker whose memory passes this builds its tokenizer anew: engines cache the words they have seen.
 MEMORY_LIMIT_BYTES = 300 << 20
 REBUILD_AFTER_UNITS = 64
-SAMPLE_TEXT_CHARACTERS = 3 << 10
-SAMPLE_SEARCH_TEXTS = 64
+SAMPLE_TEXT_CHARACTERS = 2 << 10
 FIRST_SAMPLE_TEXTS = 8
 
 
@@ -96,7 +95,7 @@ def process_unit(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, numb
                     values = [splitter.split(value) if isinstance(value, str) else value for value in values]
                 encoded = encode_documents(values, tokenizer, job.eod, job.dtype)
                 if not tokenizer.is_reference:
-                    answer.samples += _sample(encoded, number)
+                    answer.samples += _sample(encoded, number, tokenizer)
                 _write(files[key], encoded.tokens)
                 lengths[key].append(encoded.lengths)
                 ends[key].append(encoded.documents + part.sequences[key])
@@ -125,22 +124,19 @@ def _write(file: object, array: np.ndarray) -> None:
         view = view[file.write(view) :]  # type: ignore[attr-defined]
 
 
-def _sample(encoded: Encoded, number: int) -> list[tuple[str, bytes]]:
-    """A short text of the batch, the next one from a place that the unit's number gives; several of the first unit."""
+def _sample(encoded: Encoded, number: int, tokenizer: Tokenizer) -> list[tuple[str, bytes]]:
+    """A text of the batch, chosen by the unit's number; several of the first unit. The reference engine is slow: of a long text
+    it gets the beginning, which is encoded here once more by itself."""
     count = len(encoded.texts)
     wanted = FIRST_SAMPLE_TEXTS if number == 0 else 1
-    places = {(number * 2654435761 + turn * 40503) % count for turn in range(wanted)} if count else set()
-    short = (_next_short(encoded.texts, place) for place in places)
-    return [
-        (encoded.texts[i], encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tobytes())
-        for i in sorted({place for place in short if place is not None})
-    ]
-
-
-def _next_short(texts: Sequence[str], place: int) -> int | None:
-    """The reference engine is slow, and this process would wait for it: long texts are passed over."""
-    following = range(place, min(place + SAMPLE_SEARCH_TEXTS, len(texts)))
-    return next((i for i in following if 0 < len(texts[i]) <= SAMPLE_TEXT_CHARACTERS), None)
+    samples = []
+    for i in sorted({(number * 2654435761 + turn * 40503) % count for turn in range(wanted)} if count else ()):
+        text, ids = encoded.texts[i], encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]]
+        if len(text) > SAMPLE_TEXT_CHARACTERS:
+            text = text[:SAMPLE_TEXT_CHARACTERS]
+            ids = tokenizer.encode_batch([text])[0]
+        samples.append((text, ids.tobytes()))
+    return samples
 
 
 def serve(job: Job, tokenizer: Tokenizer, connection: Connection) -> None:

@@ -284,7 +284,7 @@ class Keeper:
     def _over(self, desks: dict[int, Desk]) -> bool:
         """Ends when the run has: its memory is freed when all ranks left, or after a while when all are dead and saved, or when
         there is none: the trainer that wanted a keeper may have died before it took its desk."""
-        if any(desk.occupied() for desk in desks.values()):
+        if any(desk.occupied() for desk in (desks or self.place.desks()).values()):
             self._dead_since = None
             return False
         statuses = {desk["status"] for desk in desks.values()}
