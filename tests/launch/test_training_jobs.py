@@ -17,7 +17,7 @@ from .conftest import Lab, read_json_lines, tail
 # Every start imports torch six times; on a machine that does other things too this takes its time.
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
-ITERATIONS = 150
+ITERATIONS = 300
 CONFIG = f"""
 [model]
 num_layers = 2

@@ -58,7 +58,7 @@ def test_an_exception_is_reported_with_its_cause_and_the_state_persisted(run, ch
 
 @pytest.mark.parametrize("how", ["stop", "hold the interpreter"])
 def test_a_hang_is_noticed_told_and_ended(run, check, how):
-    run.options = {"hang_seconds": 4.0, "kill_hung": True}
+    run.options = {"hang_seconds": 8.0, "kill_hung": True}
     run.faults = [Fault(how, rank=1, step=5, point="forward")]
     assert check(run) == 1
     hung = [failure for failure in run.events("failure") if failure["kind"] == "hung"]

@@ -28,6 +28,7 @@ from holdfast.checkpoint.manifest import (
     chunk_ranges,
     describe_shard,
     merge_settings,
+    read_manifest,
     shard_name,
     write_manifest,
 )
@@ -117,7 +118,9 @@ def write_checkpoint(
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         remove_dead_temporaries(checkpoints)
-        if len(held) == facts["world"]:
+        if len(held) < facts["world"] and _is_published(final, facts["token"]):
+            pass  # another node had waited long enough, and wrote it alone
+        elif len(held) == facts["world"]:
             _write_alone(held, facts["writers"], new_temporary(checkpoints, step), final)
         elif 0 in held:
             _lead(held, facts, _shared_temporary(checkpoints, step, facts["token"]), final, patience)
@@ -165,12 +168,11 @@ def _lead(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, fina
 
 def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
     """Without rank 0: adds what this node has, and waits for the name."""
-    if not (final / FILE_NAME).exists():
-        temporary.mkdir(exist_ok=True)
-        for rank, found in held.items():
-            _write_entry(temporary, found, rank in facts["writers"])
+    temporary.mkdir(exist_ok=True)
+    for rank, found in held.items():
+        _write_entry(temporary, found, rank in facts["writers"])
     deadline = time.monotonic() + 2 * patience
-    while not (final / FILE_NAME).exists():
+    while not _is_published(final, facts["token"]):
         if time.monotonic() > deadline:
             shutil.rmtree(temporary, ignore_errors=True)
             own = next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
@@ -178,6 +180,15 @@ def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, fi
                 raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {2 * patience:.0f} s")
             _write_alone(held, own, new_temporary(final.parent, held[own[0]].header.step), final)
         time.sleep(0.05)
+    shutil.rmtree(temporary, ignore_errors=True)  # where this node came too late
+
+
+def _is_published(final: Path, token: str) -> bool:
+    """Whether the checkpoint is there and comes from this start of the run; an earlier one may have left its own of that step."""
+    try:
+        return read_manifest(final).shared.get("generation") == token
+    except HoldfastError:
+        return False
 
 
 def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> None:
@@ -241,7 +252,7 @@ def _manifest(entries: list[dict[str, Any]]) -> Manifest:
         tensors=dict(sorted(tensors.items())),
         files=[ShardFile(**entry["file"]) for entry in entries if entry["file"]],
         layout=facts["layout"],
-        shared={**facts["shared"], "extra": facts["extra"]},
+        shared={**facts["shared"], "extra": facts["extra"], "generation": facts["token"]},
         per_rank=[_per_rank(smalls[r], facts["extra"]) if r in smalls else {} for r in range(facts["world"])],
         optimizer_settings=merge_settings([smalls[rank]["optimizer"] for rank in sorted(smalls)]),
         padded_rows=facts["padded_rows"],
