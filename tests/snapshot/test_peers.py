@@ -8,9 +8,11 @@ import threading
 
 import pytest
 
+from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
 from holdfast.snapshot import peers
-from holdfast.snapshot.place import Place, read_json, write_json
+from holdfast.snapshot.desk import Desk, desk_name
+from holdfast.snapshot.place import Place, open_arenas, read_json, write_json
 
 from .harness import Fault, keeper_process, launch, wait_for
 
@@ -169,3 +171,22 @@ def test_stops_are_agreed_over_nodes(pair):
     pair.faults = [Fault("usr1", rank=1, step=6, point="backward")]
     assert launch(pair).wait(pair)
     assert len({end["step"] for end in pair.trace("ended")}) == 1
+
+
+def test_a_rank_that_had_no_slot_for_the_last_step_saves_it_in_the_end(pair):
+    pair.options, pair.steps, pair.save_every = {}, 20, 20
+    launched = launch(pair)
+    place = places(pair)[1]
+    path = place.path / desk_name(1)
+    wait_for(lambda: path.exists() and Desk(path)["step"] >= 5, "the run to train")
+    desk = Desk(path)
+    (arena,) = open_arenas(place.arenas(), place.key)
+    for index in range(3):  # as if its disk took its time
+        arena.pin(index, True)
+    wait_for(lambda: desk["step"] == 20, "the last step")
+    wait_for(lambda: desk["skipped"] >= 5, "snapshots without a slot")
+    for index in range(3):
+        arena.pin(index, False)
+    arena.close()
+    assert launched.wait(pair)
+    assert [step for step, _ in checkpoints_in(pair.folder)] == [20]

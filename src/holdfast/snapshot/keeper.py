@@ -63,6 +63,10 @@ class Keeper:
                 return
             time.sleep(ROUND_SECONDS)
 
+    @property
+    def _several_nodes(self) -> bool:
+        return len(set(self.settings.get("nodes", []))) > 1
+
     def _desks(self) -> dict[int, Desk]:
         here = self.settings.get("here", [])
         return {rank: desk for rank, desk in self.place.desks().items() if rank in here}
@@ -206,7 +210,7 @@ class Keeper:
         newest, and they would wait for each other; all ranks stop after the same one."""
         return (
             "trigger" in job
-            and len(set(self.settings.get("nodes", []))) > 1
+            and self._several_nodes
             and any(desk.occupied() for desk in self._desks().values())
             and time.monotonic() - job["since"] < SAVE_PATIENCE
         )
@@ -274,7 +278,7 @@ class Keeper:
         self._next_verify = now + max(VERIFY_SECONDS, 20 * (now - begin))
 
     def _exchange_with_peers(self) -> None:
-        if self._peers is None and len(set(self.settings.get("nodes", []))) > 1:
+        if self._peers is None and self._several_nodes:
             from holdfast.snapshot.peers import Peers
 
             self._peers = Peers(self.place, self.journal)

@@ -193,12 +193,16 @@ class Snapshots:
 
         While an earlier save is still being written the request waits: the newest step is saved as soon as that one is done.
         """
+        self._hold(step)
+        self._save_newest()
+
+    def _hold(self, step: int) -> None:
+        """Sees to it that this rank holds the state as it is, after `step` steps, if there is a slot for it."""
         self._finish_copy()
         if self._ready != step:
             self._gate()
             self._begin_copy(step)
             self._finish_copy()
-        self._save_newest()
 
     def _save_newest(self) -> None:
         told = self.team.gather([self._holder.pinned(), self._ready])
@@ -224,8 +228,11 @@ class Snapshots:
     def close(self) -> None:
         """Ends the snapshots of a finished or stopped run. Saves asked for are on disk before the keeper frees the memory."""
         self._finish_copy()
-        while self._save_waits and keeper_alive(self.place):
+        while self._save_waits and all(self.team.gather(keeper_alive(self.place))):
             time.sleep(0.05)
+            # A rank that had no slot for the last step would wait for ever for the others to hold what it holds.
+            if not self._holder.pinned():
+                self._hold(self._step)
             self._save_newest()
         stopped = self._stop_agreed
         self._holder.close()
