@@ -264,6 +264,7 @@ class Injector:
             bytearray(64 << 30)
         elif what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.1)  # another thread may be the one that takes the signal; this one would go on for a moment
         elif what == "hold the interpreter":
             re.match(r"(a|a)*b", "a" * 60)  # takes longer than the age of the universe and lets nobody else run
         elif what == "terminate":

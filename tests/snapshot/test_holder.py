@@ -6,12 +6,13 @@ import re
 import pytest
 import torch
 
+from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
 from holdfast.snapshot import Snapshots
 from holdfast.snapshot.arena import NOTHING, READY, SlotHeader
 from holdfast.snapshot.holder import slots_to_use
 
-from .harness import memory_folder
+from .harness import memory_folder, wait_for
 
 
 def test_too_little_memory_is_refused_with_the_size_to_give(tmp_path, memory):
@@ -56,6 +57,39 @@ def test_a_replaced_optimizer_state_is_noticed(tmp_path, memory):
     found = [state[key] for state in fresh.state.values() for key in sorted(state)]
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
     second.close()
+
+
+def test_a_step_that_is_taken_again_does_not_stop_the_snapshots_that_follow(tmp_path, memory):
+    model = torch.nn.Linear(3, 3)
+
+    def take(snapshots, *steps):
+        for step in steps:
+            snapshots.commit()
+            with torch.no_grad():
+                model.weight.fill_(step)
+            snapshots.take(step)
+        snapshots.commit()
+
+    first = Snapshots("a", model, folder=tmp_path, memory=memory)
+    first.restore()
+    take(first, 1, 2, 2, 2, 3, 4)
+    first._holder.close()
+    first.desk["status"] = 0
+    second = Snapshots("a", model, folder=tmp_path, memory=memory)
+    assert second.restore() == 4
+    # the step that it resumed from, and a save of it at once
+    second.save(4)
+    take(second, 4, 4, 5, 6)
+    wait_for(lambda: checkpoints_in(tmp_path), "the checkpoint of step 4")
+    assert (first.skipped, second.skipped) == (0, 0)
+    second._holder.close()
+    second.desk["status"] = 0
+    with torch.no_grad():
+        model.weight.fill_(-1)
+    third = Snapshots("a", model, folder=tmp_path, memory=memory)
+    assert third.restore() == 6
+    assert model.weight.unique().tolist() == [6.0]
+    third.close()
 
 
 def header(step):

@@ -201,7 +201,7 @@ def test_persist_and_stop_by_a_file_in_the_run_folder(run, check, oracle):
 
 
 def test_the_memory_of_a_living_run_is_not_taken(run):
-    run.steps, run.pace = 400, 0.02
+    run.steps, run.pace = 4000, 0.02
     first = launch(run)
     wait_for(lambda: len(place_of(run).desks()) == 2, "the first run")
     second = launch(run, attempt=7)

@@ -88,6 +88,8 @@ def fill(
     with torch.no_grad():
         for item in items:
             _fill(source, item, _true_rows(known, item.name))
+    for device in {item.local.device for item in items if item.local.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _check(source: Tensors, item: Item, true_rows: int | None, any_dtype: bool) -> None:
@@ -112,7 +114,7 @@ def _fill(source: Tensors, item: Item, true_rows: int | None) -> None:
         item.local.zero_()
         shape = (max(0, min(shape[0], true_rows - offset[0])), *shape[1:])
     for slices, part in source.parts(item.name, offset, shape):
-        item.local[slices].copy_(_tensor(part, dtype))
+        item.local[slices].copy_(_tensor(part, dtype), non_blocking=True)
 
 
 def _tensor(part: NDArray[Any], dtype: str) -> torch.Tensor:

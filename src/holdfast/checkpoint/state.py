@@ -96,19 +96,23 @@ class State:
 
     def optimizer_settings(self) -> list[dict[str, Any]]:
         """Learning rates and the like, with the names of the parameters they hold for; and state that is a mere number. JSON."""
-        return [
-            {
-                "parameters": [self.name_of(parameter) for parameter in group["params"]],
-                "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
-                "numbers": {
-                    self.name_of(parameter): numbers
-                    for parameter in group["params"]
-                    if (numbers := _numbers(optimizer.state.get(parameter, {})))
-                },
-            }
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        ]
+        told = []
+        for optimizer in self.optimizers:
+            numbers: dict[str, dict[str, int | float]] = {}
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, int | float):
+                        numbers.setdefault(self.name_of(parameter), {})[key] = value
+            for group in optimizer.param_groups:
+                names = [self.name_of(parameter) for parameter in group["params"]]
+                told.append(
+                    {
+                        "parameters": names,
+                        "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
+                        "numbers": {name: numbers[name] for name in names if name in numbers} if numbers else {},
+                    }
+                )
+        return told
 
     def apply_optimizer_settings(self, saved: Iterable[Mapping[str, Any]]) -> None:
         homes = {name: entry["settings"] for entry in saved for name in entry["parameters"]}
@@ -213,10 +217,6 @@ def _empty_state(
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     on_device = not shape and not (group.get("fused") or group.get("capturable"))
     return torch.zeros(shape, dtype=dtype, device="cpu" if on_device else parameter.device)
-
-
-def _numbers(state: Mapping[str, Any]) -> dict[str, int | float]:
-    return {key: value for key, value in state.items() if isinstance(value, int | float)}
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,9 @@ import errno
 import mmap
 import os
 import struct
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from typing import Any
 import numpy as np
 import orjson
 import xxhash
+from numpy.typing import NDArray
 
 from holdfast.checkpoint.layout import PAGE, Layout, Piece, read_layout
 from holdfast.errors import HoldfastError
 from holdfast.publish import temporary_beside
-from holdfast.snapshot.digest import digest_starts, sum_rows
+from holdfast.snapshot.digest import ROW, digest_starts, rows_in, sum_rows
 
 MAGIC = b"HFARENA1"
 SLOTS = 3
@@ -34,6 +37,7 @@ EMPTY, WRITING, READY = 0, 1, 2
 DISK, PEER = 0, 1
 STATES = {EMPTY: "empty", WRITING: "writing", READY: "ready"}
 META_ROOM = 64 << 10
+VERIFY_SPAN = 4 << 20
 
 _ARENA = struct.Struct("<8sII32s32sQQQQ")
 _SLOT = struct.Struct("<8sIIQqQQQQd")
@@ -106,11 +110,30 @@ class Slot:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
         self.map = mmap.mmap(descriptor, sizes.stride, flags=flags, offset=offset)
         self.origin = origin
+        self._registering, self._registered = threading.Lock(), False
         whole = np.frombuffer(self.map, dtype=np.uint8)
         self.whole = whole
         self.meta = whole[PAGE : PAGE + sizes.meta]
         self.digest = whole[PAGE + sizes.meta : PAGE + sizes.meta + sizes.digest].view(np.int64)
         self.payload = whole[PAGE + sizes.meta + sizes.digest :]
+
+    def register(self, device: Any) -> None:
+        """Makes the memory known to CUDA, once: the device then reads and writes it directly. It works, slowly, without."""
+        import torch
+
+        with self._registering, torch.cuda.device(device):
+            if not self._registered:
+                result = torch.cuda.cudart().cudaHostRegister(self.whole.ctypes.data, len(self.whole), 0)
+                self._registered = int(result) == 0
+
+    def unregister(self) -> None:
+        """CUDA lets go of memory that is given back: it would go on writing to the pages that were there."""
+        with self._registering:
+            if self._registered:
+                import torch
+
+                torch.cuda.cudart().cudaHostUnregister(self.whole.ctypes.data)
+                self._registered = False
 
     def header(self) -> SlotHeader:
         """What the slot says it is; a header that is torn or damaged counts as EMPTY."""
@@ -140,7 +163,7 @@ class Slot:
             raise DamagedError(f"{self.origin}: the table of tensors of step {header.step} does not match its checksum")
         return read_layout(self.payload.data, self.origin)
 
-    def verify(self, header: SlotHeader, share: int = 0, of: int = 1) -> None:
+    def verify(self, header: SlotHeader, share: int = 0, of: int = 1, threads: int = 1) -> None:
         """Recomputes this share of the row sums from the bytes held; raises DamagedError for the first tensor that differs."""
         self.small_state(header)
         layout = self.layout(header)
@@ -148,17 +171,24 @@ class Slot:
         sums = self.digest[:total]
         if xxhash.xxh3_64_intdigest(sums.data) != header.digest_hash:
             raise DamagedError(f"{self.origin}: the row sums of step {header.step} do not match their checksum")
-        for index, (piece, start) in enumerate(zip(layout.pieces, layout.starts, strict=True)):
-            if index % of == share:
-                self._verify_piece(header, piece, start, sums[starts[index] :])
+        spans = [
+            (piece, layout.starts[index], sums[starts[index] :], begin)
+            for index, piece in enumerate(layout.pieces)
+            for begin in range(0, piece.nbytes, VERIFY_SPAN)
+        ]
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(lambda span: self._verify_span(header, *span), spans[share::of]):
+                pass
 
-    def _verify_piece(self, header: SlotHeader, piece: Piece, start: int, sums: Any) -> None:
-        found = np.empty(-(-piece.nbytes // PAGE), dtype=np.int64)
-        sum_rows(self.payload[start : start + piece.nbytes], found)
-        if not np.array_equal(found, sums[: len(found)]):
-            row = int(np.flatnonzero(found != sums[: len(found)])[0])
+    def _verify_span(self, header: SlotHeader, piece: Piece, start: int, sums: NDArray[np.int64], begin: int) -> None:
+        end = min(piece.nbytes, begin + VERIFY_SPAN)
+        wanted = sums[begin // ROW : rows_in(end)]
+        found = np.empty_like(wanted)
+        sum_rows(self.payload[start + begin : start + end], found)
+        if not np.array_equal(found, wanted):
+            at = begin + ROW * int(np.flatnonzero(found != wanted)[0])
             raise DamagedError(
-                f"{self.origin}: {piece.name} of step {header.step} is damaged in the 4 KiB from byte {row * PAGE:,}"
+                f"{self.origin}: {piece.name} of step {header.step} is damaged in the 4 KiB from byte {at:,}"
             )
 
 
@@ -166,7 +196,7 @@ class Arena:
     """The memory file of one rank: open one, or create it for a layout."""
 
     def __init__(self, path: Path, populate: bool = False) -> None:
-        self.path, self._populate = path, populate
+        self.path, self.populate = path, populate
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._words = mmap.mmap(self._descriptor, _FIRST_SLOT)
@@ -221,7 +251,7 @@ class Arena:
         if index not in self._slots:
             offset = _FIRST_SLOT + index * self.sizes.stride
             origin = f"{self.path} slot {index}"
-            self._slots[index] = Slot(self._descriptor, offset, self.sizes, origin, self._populate and index < 2)
+            self._slots[index] = Slot(self._descriptor, offset, self.sizes, origin, self.populate and index < 2)
         return self._slots[index]
 
     def headers(self) -> list[SlotHeader]:
@@ -274,6 +304,8 @@ class Arena:
 
     def close(self) -> None:
         """Lets go of the file; mappings go when the last array on them does."""
+        for slot in self._slots.values():
+            slot.unregister()
         self._slots.clear()
         if self._descriptor >= 0:
             os.close(self._descriptor)

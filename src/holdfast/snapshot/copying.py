@@ -56,8 +56,7 @@ class Copier:
             self._summing = torch.cuda.Stream(self._device, priority=-1)
             self._sums = torch.zeros(self._digest_rows, dtype=torch.int64, device=self._device)
             self._flat = {i: _flat(t) for i in self._on_device if (t := self._tensors[i]).is_contiguous()}
-            self._targets: dict[int, list[torch.Tensor]] = {}
-            self._registered: set[int] = set()
+            self._targets: dict[Slot, list[torch.Tensor]] = {}
         self._jobs: queue.SimpleQueue[tuple[Copy, list[int]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="holdfast-copy", daemon=True)
         self._thread.start()
@@ -73,22 +72,14 @@ class Copier:
         """Rises when a tensor is changed in place."""
         return [tensor._version for tensor in self._tensors]
 
-    def release(self, slot: Slot) -> None:
-        """CUDA lets go of a slot whose memory is given back: it would go on writing to the pages that were there."""
+    def forget(self, slot: Slot) -> None:
+        """Lets go of a slot whose memory is given back."""
         if self._device is not None:
-            address = slot.whole.ctypes.data
-            self._targets.pop(address, None)
-            if address in self._registered:
-                self._registered.remove(address)
-                torch.cuda.cudart().cudaHostUnregister(address)
+            self._targets.pop(slot, None)
 
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
-        if self._device is not None:
-            for address in self._registered:
-                torch.cuda.cudart().cudaHostUnregister(address)
-            self._registered.clear()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -138,7 +129,7 @@ class Copier:
     def _copy_from_device(self, copy: Copy) -> None:
         slot = copy.slot
         torch.cuda.set_device(self._device)
-        targets = self._register(slot)
+        targets = self._targets_in(slot)
         finished = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(copy.ready_event)
@@ -160,15 +151,12 @@ class Copier:
                 row = self._digest_starts[index] + nbytes // ROW
                 slot.digest[row] = sum_tail(self._span(slot, index)[nbytes // ROW * ROW :])
 
-    def _register(self, slot: Slot) -> list[torch.Tensor]:
-        """The slot's memory as tensors that the device writes to directly; registered with CUDA once per slot."""
-        address = slot.whole.ctypes.data
-        if address not in self._targets:
-            result = torch.cuda.cudart().cudaHostRegister(address, len(slot.whole), 0)
-            if int(result) == 0:
-                self._registered.add(address)
-            self._targets[address] = [torch.from_numpy(self._span(slot, index)) for index in self._on_device]
-        return self._targets[address]
+    def _targets_in(self, slot: Slot) -> list[torch.Tensor]:
+        """The slot's memory as tensors that the device writes to directly."""
+        if slot not in self._targets:
+            slot.register(self._device)
+            self._targets[slot] = [torch.from_numpy(self._span(slot, index)) for index in self._on_device]
+        return self._targets[slot]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

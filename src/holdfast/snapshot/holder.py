@@ -8,6 +8,7 @@ beside the old one.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,20 +43,30 @@ class Holder:
         self.arena: Arena | None = None
         self.plan: dict[str, Any] = {"writers": [], "complete": [], "token": ""}
         """What the keeper must know of the plan: whose pieces make up the state, and a name for this division."""
+        self._adopted: Arena | None = None
         self._copier: Copier | None = None
-        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._watched: tuple[list[torch.Tensor], list[int]] = ([], [])
         self._entries: list[tuple[Mapping[str, Any], str, torch.Tensor]] = []
         self._sizes: list[tuple[Any, int]] = []
         self._held: list[Any] = []
 
-    def prepare(self, small_bytes: int) -> None:
-        """Sees to it that copies show the tensors as they are now and that the small state fits. Collective after a change."""
+    def adopt(self, arena: Arena | None) -> None:
+        """Memory of this rank that was opened to resume from: not opened and mapped again, if the plan is still the same."""
+        if self._adopted is not None:
+            self._adopted.close()
+        self._adopted = arena
+
+    def prepare(self, small_bytes: int) -> bool:
+        """Sees to it that copies show the tensors as they are now and that the small state fits; True if the plan is a new
+        one. Collective after a change.
+        """
         fits = self.arena is not None and small_bytes <= self.arena.sizes.meta
         if fits and self._copier is not None and not self._replaced():
-            return
+            return False
         items = self._state.items()
         held = encode_held(items)
-        if not fits or held != self._held:
+        planned = not fits or held != self._held
+        if planned:
             layout = self._agree_on_plan(held, small_bytes)
         else:
             assert self._copier is not None
@@ -65,6 +76,7 @@ class Holder:
         self._copier = Copier(items, layout, self._on_ready)
         self._held = held
         self._watch()
+        return planned
 
     def begin(self, step: int, sequence: int, small: bytes, committed: int | None) -> Copy | None:
         """Starts a copy; None if there is no slot for it."""
@@ -97,6 +109,7 @@ class Holder:
         if self._copier is not None:
             self._copier.close()
             self._copier = None
+        self.adopt(None)
         if self.arena is not None:
             self.arena.close()
             self.arena = None
@@ -107,7 +120,8 @@ class Holder:
         if not any(pinned) and headers[2].state != EMPTY and headers[2].step != committed:
             arena.slot(2).store(NOTHING)
             if self._copier is not None:
-                self._copier.release(arena.slot(2))
+                self._copier.forget(arena.slot(2))
+            arena.slot(2).unregister()
             arena.release_third()
         for index in slots_to_use(headers, pinned, committed):
             if index < 2 or arena.reserve_third():
@@ -116,14 +130,16 @@ class Holder:
 
     def _replaced(self) -> bool:
         """A parameter's memory or an optimizer's tensor is not the one that was looked at last."""
+        parameters, addresses = self._watched
         return (
-            any(_address(tensor) != address for tensor, address in self._watched)
+            [_address(parameter) for parameter in parameters] != addresses
             or any(state.get(key) is not tensor for state, key, tensor in self._entries)
             or any(len(container) != size for container, size in self._sizes)
         )
 
     def _watch(self) -> None:
-        self._watched = [(p, _address(p)) for p in self._state.parameters.values()]
+        parameters: list[torch.Tensor] = list(self._state.parameters.values())
+        self._watched = (parameters, [_address(parameter) for parameter in parameters])
         states = [state for _, state in self._state.optimizer_state()]
         self._entries = [(s, key, v) for s in states for key, v in s.items() if isinstance(v, torch.Tensor)]
         self._sizes = [(s, len(s)) for s in states] + [(o.state, len(o.state)) for o in self._state.optimizers]
@@ -158,22 +174,35 @@ class Holder:
         team, plan = self._team, plan_hash(kept)
         path = self._place.path / arena_name(team.rank, team.world, plan)
         if path.exists():
-            arena = Arena(path, populate=True)
+            arena = self._open(path)
             if (arena.plan, arena.run) == (plan, self._place.key) and arena.sizes.meta >= small_bytes:
                 return arena
             arena.close()
         sizes = sizes_for(layout, small_bytes)
+        self.adopt(None)
         if team.first_here:
             _check_memory(self._place, [sizes_for(lay_out(kept[rank]), small_bytes) for rank in team.here])
         return Arena.create(path, sizes, self._place.key, plan, team.rank, team.world, generation)
 
+    def _open(self, path: Path) -> Arena:
+        adopted = self._adopted
+        if adopted is None or adopted.path != path:
+            return Arena(path, populate=True)
+        self._adopted = None
+        adopted.populate = True
+        return adopted
+
 
 def slots_to_use(headers: Sequence[SlotHeader], pinned: Sequence[bool], committed: int | None) -> list[int]:
-    """The slots that may be overwritten, best first: not pinned, not the newest common step; the third beside a pinned one."""
+    """The slots that may be overwritten, best first: not pinned, not the newest common step; the third beside a pinned one.
+
+    Of two slots that hold the newest common step the younger one is kept.
+    """
+    holding = [header.sequence for header in headers if header.state == READY and header.step == committed]
     free = [
         (header.state == READY, header.sequence, index)
         for index, header in enumerate(headers[: SLOTS if any(pinned) else 2])
-        if not pinned[index] and not (header.state == READY and header.step == committed)
+        if not pinned[index] and not (header.state == READY and header.sequence == max(holding, default=0))
     ]
     return [index for _, _, index in sorted(free)]
 
@@ -194,5 +223,4 @@ def _check_memory(place: Place, wanted: Sequence[Any]) -> None:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.data_ptr()
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()

@@ -8,10 +8,10 @@ newest of its kind.
 
 import math
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,15 @@ from holdfast.checkpoint.reader import Bytes, Tensors
 from holdfast.checkpoint.state import State
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
-from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, SlotHeader, forget
+from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, forget
 from holdfast.snapshot.peers import PULLED, pull
 from holdfast.snapshot.place import Place, open_arenas
 from holdfast.snapshot.smallstate import decode, set_random_state
 
 if TYPE_CHECKING:
     from holdfast.snapshot.snapshots import Snapshots
+
+WORTH_REGISTERING = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,15 @@ class Resumed:
     in_place: bool = False
     """memory already holds this step, in the arenas that the run goes on with"""
     sequence: int = 0
+    arena: Arena | None = None
+    """this rank's memory, mapped already, if it was filled from it"""
+
+
+@dataclass(frozen=True)
+class Filled:
+    source: str
+    """memory, peer, mixed or disk"""
+    arena: Arena | None = None
 
 
 @dataclass(frozen=True)
@@ -73,18 +84,18 @@ def restore(snapshots: "Snapshots") -> Resumed:
     candidates += [(step, 0, path) for step, path in disk]
     for step, in_memory, candidate in sorted(candidates, key=lambda entry: entry[:2], reverse=True):
         if in_memory:
-            source = _fill_from_memory(snapshots, held[candidate], complete[candidate])
+            filled = _fill_from_memory(snapshots, held[candidate], complete[candidate])
         else:
-            source = _fill_from_disk(snapshots, candidate)
-        if source is not None:
+            filled = _fill_from_disk(snapshots, candidate)
+        if filled is not None:
             _forget_the_rest(snapshots, step if in_memory else None)
             lost = max(0, reached - step)
             seconds = time.perf_counter() - begin
-            snapshots.event("resumed", source=source, step=step, steps_lost=lost, seconds=round(seconds, 4))
-            say(f"resumed from {source} at step {step} in {seconds:.2f} s; {lost} steps to redo")
+            snapshots.event("resumed", source=filled.source, step=step, steps_lost=lost, seconds=round(seconds, 4))
+            say(f"resumed from {filled.source} at step {step} in {seconds:.2f} s; {lost} steps to redo")
             if team.rank == 0:
                 snapshots.quarantine.resumed_from(step)
-            return Resumed(step, in_memory == 1, highest)
+            return Resumed(step, in_memory == 1, highest, filled.arena)
     if disk:
         raise HoldfastError(
             f"no checkpoint in {snapshots.folder} can be used (see the lines above); remove them to start afresh"
@@ -147,7 +158,7 @@ def _list_slots(arena: Arena, node: str, peer: bool) -> list[dict[str, Any]]:
     return listed
 
 
-def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Sequence[Sequence[int]]) -> str | None:
+def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Sequence[Sequence[int]]) -> Filled | None:
     """Verifies a candidate and fills the state from it; None, with a word about it, if too little of it is whole."""
     team, place = snapshots.team, snapshots.place
     opened = Opened(place, snapshots.state)
@@ -162,7 +173,7 @@ def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Se
     if ranks is None:
         say(f"the snapshot of step {step} in memory cannot be used; trying the next one")
         snapshots.event("snapshot", step=step, outcome="rejected", reason="; ".join(sorted(bad.values()))[:1000])
-        opened.close()
+        opened.close_all_but(None)
         return None
     source = Tensors(f"the snapshot of step {step}", {})
     trouble = None
@@ -175,13 +186,13 @@ def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Se
     except Exception as error:
         trouble = error
     finally:
-        opened.close()
+        own = opened.close_all_but(team.rank)
     agree(trouble, team.group)
     refuse_unused(source.tensors, snapshots.state, source.origin, team.group)
     snapshots.state.apply_optimizer_settings(merge_settings([small[rank]["optimizer"] for rank in sorted(small)]))
     mine = small.get(team.rank) if facts["world"] == team.world else None
     _apply_small(snapshots, (mine or small[min(small)])["extra"], mine["random"] if mine else None)
-    return _source_name({rank: good[rank] for rank in ranks})
+    return Filled(_source_name({rank: good[rank] for rank in ranks}), own)
 
 
 def _whole(complete: Sequence[Sequence[int]], candidate: Candidate) -> list[int] | None:
@@ -209,45 +220,50 @@ def _verify_here(
             header = slot.header()
             if header.state != READY or header.step != copy.step:
                 raise DamagedError(f"{slot.origin} no longer holds step {copy.step}")
-            _verify_with_threads(slot, header, share, of)
+            if copy.rank == team.rank and not copy.peer:
+                opened.register_ahead(slot)
+            # numpy lets go of the interpreter lock while it sums
+            slot.verify(header, share, of, threads=max(1, min(8, (os.cpu_count() or 1) // of)))
         except (DamagedError, FileNotFoundError) as error:
             bad.append([copy.node, copy.file, copy.slot, str(error)])
             say(str(error))
     return {(node, file, slot): why for told in team.gather(bad) for node, file, slot, why in told}
 
 
-def _verify_with_threads(slot: Slot, header: SlotHeader, share: int, of: int) -> None:
-    """numpy lets go of the interpreter lock while it sums."""
-    threads = max(1, min(8, (os.cpu_count() or 1) // of))
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(lambda at: slot.verify(header, share * threads + at, of * threads), range(threads)):
-            pass
-
-
 class _Memory:
-    """A verified slot's payload as a content that tensors are assembled from."""
+    """A verified slot's payload as a content that tensors are assembled from; known to CUDA if much of it goes there."""
 
-    def __init__(self, slot: Slot) -> None:
-        self._payload = slot.payload
+    def __init__(self, slot: Slot, device: torch.device | None) -> None:
+        self._slot, self._device = slot, device
 
     def view(self, begin: int, end: int) -> Bytes:
-        return self._payload[begin:end]
+        if self._device is not None and end - begin >= WORTH_REGISTERING:
+            self._slot.register(self._device)
+        return self._slot.payload[begin:end]
 
 
 class Opened:
-    """The slots that a state is filled from: mapped, or pulled from another node; known to CUDA while they are open."""
+    """The slots that a state is filled from: mapped, or pulled from another node."""
 
     def __init__(self, place: Place, state: State) -> None:
         self._place = place
-        self._cuda = any(parameter.is_cuda for parameter in state.parameters.values())
+        devices = {parameter.device for parameter in state.parameters.values() if parameter.is_cuda}
+        self._device = next(iter(devices), None)
         self._arenas: dict[Path, Arena] = {}
-        self._registered: list[int] = []
+        self._registering: list[threading.Thread] = []
 
     def arena(self, path: Path) -> Arena:
         """Mapped once, however often it is asked for: the pages that were verified are there when they are copied."""
         if path not in self._arenas:
             self._arenas[path] = Arena(path)
         return self._arenas[path]
+
+    def register_ahead(self, slot: Slot) -> None:
+        """Makes memory known to CUDA while it is being verified; each takes as long as the other."""
+        if self._device is not None:
+            thread = threading.Thread(target=slot.register, args=(self._device,))
+            thread.start()
+            self._registering.append(thread)
 
     def add(self, source: Tensors | None, copies: Sequence[Location]) -> dict[str, Any]:
         """Adds one rank's pieces to the source; the rank's small state."""
@@ -258,32 +274,32 @@ class Opened:
         header = slot.header()
         if source is not None:
             layout = slot.layout(header)
-            content = _Memory(slot)
+            content = _Memory(slot, self._device)
             for piece, start in zip(layout.pieces, layout.starts, strict=True):
                 source.tensors[piece.name] = (piece.dtype, piece.global_shape)
                 source.add(piece, start, content)
-            if self._cuda:
-                address = slot.whole.ctypes.data
-                if int(torch.cuda.cudart().cudaHostRegister(address, len(slot.whole), 0)) == 0:
-                    self._registered.append(address)
         return slot.small_state(header)
 
-    def close(self) -> None:
-        if self._registered:
-            torch.cuda.synchronize()
-            for address in self._registered:
-                torch.cuda.cudart().cudaHostUnregister(address)
-        for arena in self._arenas.values():
+    def close_all_but(self, rank: int | None) -> Arena | None:
+        """Lets go of what was opened, but for this rank's own memory: to map it takes long, and the run goes on with it."""
+        for thread in self._registering:
+            thread.join()
+        own = None
+        for path, arena in self._arenas.items():
+            if own is None and arena.rank == rank and path in self._place.arenas():
+                own = arena
+                continue
             arena.close()
-            if arena.path.name.startswith(PULLED):
-                arena.path.unlink()
+            if path.name.startswith(PULLED):
+                path.unlink()
+        return own
 
 
 def _on_disk(folder: Path) -> list[list[Any]]:
     return [[step, str(path)] for step, path in checkpoints_in(folder)]
 
 
-def _fill_from_disk(snapshots: "Snapshots", path: str) -> str | None:
+def _fill_from_disk(snapshots: "Snapshots", path: str) -> Filled | None:
     state = snapshots.state
     try:
         shared = load(path, state)
@@ -293,7 +309,7 @@ def _fill_from_disk(snapshots: "Snapshots", path: str) -> str | None:
         return None
     extra = state.per_rank.get("extra", shared.get("extra", {}))
     _apply_small(snapshots, extra, state.per_rank.get("random"))
-    return "disk"
+    return Filled("disk")
 
 
 def _apply_small(snapshots: "Snapshots", extra: dict[str, Any], random: Any) -> None:

@@ -7,7 +7,7 @@ that are no strings) is tagged; what cannot be told exactly is refused by name. 
 import base64
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ def encode(value: Any, where: str = "extra") -> Any:
         return {TAG + "text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, list | tuple) and _all_plain_integers(value):  # a random generator's hundreds of words
+        return list(value) if isinstance(value, list) else {TAG + "tuple": list(value)}
     if isinstance(value, list):
         return [encode(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
     if isinstance(value, tuple):
@@ -50,6 +52,10 @@ def encode(value: Any, where: str = "extra") -> Any:
         f"{where} is a {type(value).__name__}, which cannot be kept in a snapshot; "
         "give numbers, strings, lists, dicts, tensors or arrays"
     )
+
+
+def _all_plain_integers(values: Sequence[Any]) -> bool:
+    return set(map(type, values)) == {int} and min(values) >= -(1 << 63) and max(values) < 1 << 64
 
 
 def _has_utf8(text: str) -> bool:

@@ -160,6 +160,7 @@ class Snapshots:
         self._step = found.step
         self._committed = found.step if found.in_place else None
         self._sequence = found.sequence
+        self._holder.adopt(found.arena)
         self.desk["step"] = found.step
         self.desk.beat(2)
         return found.step
@@ -174,7 +175,7 @@ class Snapshots:
         self.stall_seconds += time.perf_counter() - begin
 
     def take(self, step: int) -> None:
-        """Begins a snapshot of the state as it is after `step` steps; returns at once."""
+        """Begins a snapshot of the state as it is after `step` steps; returns at once. A step that is held is not copied anew."""
         self.stall_seconds = 0.0
         begin = time.perf_counter()
         self._step = step
@@ -182,7 +183,7 @@ class Snapshots:
         self._gate()
         if self._save_waits:
             self._save_newest()
-        if step % self._interval == 0:
+        if step % self._interval == 0 and step not in (self._ready, self._committed):
             self._begin_copy(step)
         self._look_after_keeper()
         self.desk.beat(2)
@@ -284,13 +285,14 @@ class Snapshots:
 
     def _begin_copy(self, step: int) -> None:
         self.desk.beat(4)
+        small = orjson.dumps(self._small_state())
         try:
-            self._holder.prepare(len(orjson.dumps(self._small_state())))
+            if self._holder.prepare(len(small)):
+                small = orjson.dumps(self._small_state())  # it tells of the plan, which is new
         except HoldfastError as error:
             self.event("refused", reason=str(error))
             raise
         self._sequence += 1
-        small = orjson.dumps(self._small_state())
         self._copy = self._holder.begin(step, self._sequence, small, self._committed)
         if self._copy is None:
             self._report("skipped", step, "every slot is being written to disk and there is no memory for another")
