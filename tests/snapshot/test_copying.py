@@ -41,8 +41,7 @@ def copy_for_ever(path, first_step):
         index = 1 - headers.index(newest) if newest.state == READY else 0
         slot = arena.slot(index)
         slot.store(SlotHeader(WRITING, step, step, 0, 0, 0, 0, 0.0))
-        slot.meta[:2] = np.frombuffer(b"{}", dtype=np.uint8)
-        copy = Copy(slot, step, step, 2)
+        copy = Copy(slot, step, step, {}, {})
         copier.start(copy)
         copy.done.wait()
         assert copy.trouble is None

@@ -5,12 +5,14 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
 from holdfast.snapshot import Snapshots
-from holdfast.snapshot.arena import NOTHING, READY, SlotHeader
+from holdfast.snapshot.arena import NOTHING, READY, Arena, SlotHeader
 from holdfast.snapshot.holder import slots_to_use
+from tests.gloo import spawn_ranks
 
 from .harness import memory_folder, wait_for
 
@@ -90,6 +92,61 @@ def test_a_step_that_is_taken_again_does_not_stop_the_snapshots_that_follow(tmp_
     assert third.restore() == 6
     assert model.weight.unique().tolist() == [6.0]
     third.close()
+
+
+def test_a_small_state_that_grows_gets_room_and_nothing_held_is_lost(tmp_path, memory):
+    history: list[float] = []
+    model = torch.nn.Linear(3, 3)
+    parts = {"history": (lambda: history, history.extend)}
+
+    def snapshots():
+        return Snapshots("a", model, extra=parts, folder=tmp_path, memory=memory)
+
+    first = snapshots()
+    first.restore()
+    for step in range(1, 13):
+        first.commit()
+        history.extend([0.5] * 10_000)
+        first.take(step)
+        (path,) = memory.rglob("*.arena")
+        held = [header.step for header in Arena(path).headers() if header.state == READY]
+        assert step == 1 or max(held) >= step - 2
+    first.commit()
+    assert first.skipped in (1, 2), "one for each time that it outgrew its room, which is four times as large then"
+    first._holder.close()
+    first.desk["status"] = 0
+    history.clear()
+    second = snapshots()
+    assert second.restore() == 12
+    assert len(history) == 120_000
+    second.close()
+
+
+def _grow_at_a_rate_of_its_own(folder, memory):
+    """A rank whose small state grows faster than the other's, so that they outgrow their room at different steps."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    history: list[float] = []
+    model = torch.nn.Linear(3, 3)
+    snapshots = Snapshots(
+        "a", model, extra={"history": (lambda: history, history.extend)}, folder=folder, memory=memory
+    )
+    assert snapshots.restore() == 0
+    for step in range(1, 13):
+        history.extend([0.5] * 10_000 * (rank + 1))
+        snapshots.commit()
+        snapshots.take(step)
+    snapshots.save(12)
+    snapshots.close()
+    dist.destroy_process_group()
+    return snapshots.skipped
+
+
+@pytest.mark.distributed
+def test_ranks_whose_small_states_grow_apart_do_not_wait_for_each_other(tmp_path, memory):
+    skipped = spawn_ranks(2, _grow_at_a_rate_of_its_own, tmp_path, memory, timeout=60)
+    assert all(0 < count < 3 for count in skipped)
+    assert [step for step, _ in checkpoints_in(tmp_path)] == [12]
 
 
 def header(step):

@@ -72,6 +72,24 @@ def test_a_lost_node_is_restored_from_its_peer(pair, check):
     assert reached - pair.events("resumed")[0]["step"] <= 8
 
 
+def test_after_a_lost_node_a_second_crash_finds_everything_in_memory_too(pair, check):
+    pair.steps = 60
+    launched = launch(pair)
+    wait_for(lambda: len(shipped(pair)) >= 4, "copies on the peer")
+    stop_everything(pair, launched)
+    shutil.rmtree(places(pair)[1].path)
+    launched = launch(pair, attempt=1)
+    wait_for(lambda: pair.events("resumed"), "the run to come back")
+    before = len(shipped(pair))
+    wait_for(lambda: len(shipped(pair)) >= before + 4, "copies of what followed")
+    stop_everything(pair, launched)
+    reached = max(place.desks()[rank]["step"] for rank, place in enumerate(places(pair)))
+    pair.pace = 0.0
+    check(pair, lost=8, sources=("mixed", "peer", "memory"))
+    resumed = pair.events("resumed")[1]
+    assert resumed["source"] == "memory" and reached - resumed["step"] <= 1
+
+
 def test_a_node_and_its_peer_lost_leaves_the_disk(pair, check):
     pair.save_every = 4
     launched = launch(pair)

@@ -98,9 +98,8 @@ class Sizes:
         return _FIRST_SLOT + slots * self.stride
 
 
-def sizes_for(layout: Layout, meta_bytes: int) -> Sizes:
-    """Room for a rank's snapshot: its small state may grow to four times what it is now."""
-    return Sizes(_pages(4 * meta_bytes + META_ROOM), _pages(8 * digest_starts(layout)[1]), _pages(layout.size))
+def sizes_for(layout: Layout, small_bytes: int) -> Sizes:
+    return Sizes(_room_for(small_bytes), _pages(8 * digest_starts(layout)[1]), _pages(layout.size))
 
 
 class Slot:
@@ -134,6 +133,13 @@ class Slot:
 
                 torch.cuda.cudart().cudaHostUnregister(self.whole.ctypes.data)
                 self._registered = False
+
+    def take_over(self, other: "Slot") -> None:
+        """Makes this slot hold what another one holds; there may be more room for the small state in it."""
+        self.meta[: len(other.meta)] = other.meta
+        self.digest[:] = other.digest
+        self.payload[:] = other.payload
+        self.store(other.header())
 
     def header(self) -> SlotHeader:
         """What the slot says it is; a header that is torn or damaged counts as EMPTY."""
@@ -226,17 +232,17 @@ class Arena:
         world: int,
         generation: int,
         populate: bool = True,
+        holding: "Arena | None" = None,
     ) -> "Arena":
-        """Reserves the memory for two slots, and gives the file its name when it is whole."""
+        """Reserves the memory for two slots, fills in what `holding` holds, and gives the file its name when it is whole."""
         temporary = temporary_beside(path)
-        body = _ARENA.pack(
-            MAGIC, rank, world, run.encode(), plan.encode(), sizes.meta, sizes.digest, sizes.payload, generation
-        )
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, sizes.file(SLOTS))
             os.posix_fallocate(descriptor, 0, sizes.file(2))
-            os.pwrite(descriptor, body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)), 0)
+            os.pwrite(descriptor, _pack_arena(rank, world, run, plan, sizes, generation), 0)
+            if holding is not None:
+                cls._take_over(temporary, holding)
             os.rename(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -246,6 +252,29 @@ class Arena:
         finally:
             os.close(descriptor)
         return cls(path, populate)
+
+    @classmethod
+    def _take_over(cls, path: Path, holding: "Arena") -> None:
+        arena = cls(path)
+        for index, header in enumerate(holding.headers()):
+            if header.state != READY:
+                continue
+            if index == 2 and not arena.reserve_third():
+                raise OSError(errno.ENOSPC, "fallocate", str(path))
+            arena.slot(index).take_over(holding.slot(index))
+        arena.close()
+
+    def grown(self, small_bytes: int) -> "Arena":
+        """The same arena with room for a larger small state; at no time is what it holds not there under its name."""
+        sizes = Sizes(_room_for(small_bytes), self.sizes.digest, self.sizes.payload)
+        return Arena.create(
+            self.path, sizes, self.run, self.plan, self.rank, self.world, self.generation, self.populate, holding=self
+        )
+
+    def set_generation(self, generation: int) -> None:
+        raw = _pack_arena(self.rank, self.world, self.run, self.plan, self.sizes, generation)
+        self._words[: len(raw)] = raw
+        self.generation = generation
 
     def slot(self, index: int) -> Slot:
         if index not in self._slots:
@@ -338,6 +367,18 @@ def forget(arena: Arena, keep: int | None) -> None:
 
 def arena_name(rank: int, world: int, plan: str) -> str:
     return f"rank-{rank:05d}-of-{world:05d}.{plan[:8]}.arena"
+
+
+def _room_for(small_bytes: int) -> int:
+    """A rank's small state may grow to four times what it is now."""
+    return _pages(4 * small_bytes + META_ROOM)
+
+
+def _pack_arena(rank: int, world: int, run: str, plan: str, sizes: Sizes, generation: int) -> bytes:
+    body = _ARENA.pack(
+        MAGIC, rank, world, run.encode(), plan.encode(), sizes.meta, sizes.digest, sizes.payload, generation
+    )
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
 def _pages(size: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from numpy.typing import NDArray
 
@@ -21,16 +22,18 @@ from holdfast.checkpoint.state import Item
 from holdfast.checkpoint.writing import rows_of
 from holdfast.snapshot.arena import NOTHING, Slot, ready_header
 from holdfast.snapshot.digest import ROW, digest_starts, rows_in, sum_rows, sum_tail, sum_whole_rows_on_device
+from holdfast.snapshot.smallstate import encode
 
 # small enough that the sum reads from the cache what the copy has just read from memory
 STRIDE = 1 << 20
 
 
 class Copy:
-    """One snapshot on its way into a slot."""
+    """One snapshot on its way into a slot. `small` is the small state but for the random generators'."""
 
-    def __init__(self, slot: Slot, sequence: int, step: int, meta_bytes: int) -> None:
-        self.slot, self.sequence, self.step, self.meta_bytes = slot, sequence, step, meta_bytes
+    def __init__(self, slot: Slot, sequence: int, step: int, small: dict[str, Any], random: dict[str, Any]) -> None:
+        self.slot, self.sequence, self.step, self.small, self.random = slot, sequence, step, small, random
+        self.small_bytes = 0
         self.done = threading.Event()
         self.trouble: str | None = None
         self.seconds = 0.0
@@ -95,6 +98,13 @@ class Copier:
 
     def _copy(self, copy: Copy, versions: list[int]) -> None:
         slot = copy.slot
+        small = orjson.dumps({**copy.small, "random": encode(copy.random, "random state")})
+        copy.small_bytes = len(small)
+        if len(small) > len(slot.meta):
+            copy.trouble = f"the small state has grown to {len(small):,} bytes; the next one gets the room"
+            slot.store(NOTHING)
+            return
+        slot.meta[: len(small)] = np.frombuffer(small, dtype=np.uint8)
         slot.payload[: len(self.layout.header)] = np.frombuffer(self.layout.header, dtype=np.uint8)
         if self._device is not None:
             self._copy_from_device(copy)
@@ -109,7 +119,7 @@ class Copier:
             )
             slot.store(NOTHING)
             return
-        slot.store(ready_header(slot, copy.sequence, copy.step, copy.meta_bytes, self.layout))
+        slot.store(ready_header(slot, copy.sequence, copy.step, copy.small_bytes, self.layout))
         self._on_ready(copy.step)
 
     def _span(self, slot: Slot, index: int) -> NDArray[np.uint8]:

@@ -20,6 +20,7 @@ from holdfast.checkpoint.plan import complete_sets, divide, plan_hash, ranks_to_
 from holdfast.checkpoint.state import State
 from holdfast.checkpoint.writing import decode_held, encode_held
 from holdfast.errors import HoldfastError
+from holdfast.progress import say
 from holdfast.snapshot.arena import (
     DISK,
     EMPTY,
@@ -28,6 +29,7 @@ from holdfast.snapshot.arena import (
     SLOTS,
     WRITING,
     Arena,
+    DamagedError,
     SlotHeader,
     arena_name,
     sizes_for,
@@ -44,6 +46,8 @@ class Holder:
         self.plan: dict[str, Any] = {"writers": [], "complete": [], "token": ""}
         """What the keeper must know of the plan: whose pieces make up the state, and a name for this division."""
         self._adopted: Arena | None = None
+        self._layout = lay_out([])
+        self._last: Copy | None = None
         self._copier: Copier | None = None
         self._watched: tuple[list[torch.Tensor], list[int]] = ([], [])
         self._entries: list[tuple[Mapping[str, Any], str, torch.Tensor]] = []
@@ -56,29 +60,26 @@ class Holder:
             self._adopted.close()
         self._adopted = arena
 
-    def prepare(self, small_bytes: int) -> bool:
-        """Sees to it that copies show the tensors as they are now and that the small state fits; True if the plan is a new
-        one. Collective after a change.
-        """
-        fits = self.arena is not None and small_bytes <= self.arena.sizes.meta
-        if fits and self._copier is not None and not self._replaced():
-            return False
-        items = self._state.items()
-        held = encode_held(items)
-        planned = not fits or held != self._held
-        if planned:
-            layout = self._agree_on_plan(held, small_bytes)
-        else:
-            assert self._copier is not None
-            layout = self._copier.layout
-        if self._copier is not None:
-            self._copier.close()
-        self._copier = Copier(items, layout, self._on_ready)
-        self._held = held
-        self._watch()
-        return planned
+    def prepare(self, small_bytes: Callable[[], int]) -> None:
+        """Sees to it that copies show the tensors as they are now, and that there is room. Collective after a change of those."""
+        items = None
+        if self._copier is None or self._replaced():
+            items = self._state.items()
+            held = encode_held(items)
+            if self._copier is None or held != self._held:
+                self._layout = self._agree_on_plan(held, small_bytes())
+            self._held = held
+            self._watch()
+        elif self._outgrown() and self._grow():
+            items = self._state.items()
+        if items is not None:
+            if self._copier is not None:
+                self._copier.close()
+            self._copier = Copier(items, self._layout, self._on_ready)
 
-    def begin(self, step: int, sequence: int, small: bytes, committed: int | None) -> Copy | None:
+    def begin(
+        self, step: int, sequence: int, small: dict[str, Any], random: dict[str, Any], committed: int | None
+    ) -> Copy | None:
         """Starts a copy; None if there is no slot for it."""
         assert self.arena is not None and self._copier is not None
         index = self._free_slot(self.arena, committed)
@@ -86,10 +87,27 @@ class Holder:
             return None
         slot = self.arena.slot(index)
         slot.store(SlotHeader(WRITING, sequence, step, 0, 0, 0, 0, time.time()))
-        slot.map[4096 : 4096 + len(small)] = small
-        copy = Copy(slot, sequence, step, len(small))
-        self._copier.start(copy)
-        return copy
+        self._last = Copy(slot, sequence, step, small, random)
+        self._copier.start(self._last)
+        return self._last
+
+    def _outgrown(self) -> bool:
+        """The last small state found no room. Ranks meet this at different steps, so it is each one's own affair."""
+        return self._last is not None and self.arena is not None and self._last.small_bytes > self.arena.sizes.meta
+
+    def _grow(self) -> bool:
+        """Moves into an arena with more room; False while a slot is being written to disk, or for want of memory."""
+        assert self.arena is not None and self._last is not None
+        if any(self.arena.pinned(index) for index in range(SLOTS)):
+            return False
+        try:
+            arena = self.arena.grown(self._last.small_bytes)
+        except HoldfastError as error:
+            say(f"{error}, to which the small state has grown")
+            return False
+        self.arena.close()
+        self.arena = arena
+        return True
 
     def pin(self, step: int) -> bool:
         """Keeps the slot of this step from being overwritten, until the keeper has written it to disk."""
@@ -148,14 +166,20 @@ class Holder:
         """Decides with all ranks who keeps what, and makes the memory for it."""
         team = self._team
         cohort = [team.nodes[team.rank] if self._mode == "node" else None, self._state.cohort]
-        told = team.gather({"held": held, "cohort": cohort, "generation": time.time_ns(), "small": small_bytes})
+        told = team.gather({"held": held, "cohort": cohort, "small": small_bytes})
         kept = divide([decode_held(entry["held"]) for entry in told], [tuple(entry["cohort"]) for entry in told])
-        generation = told[0]["generation"]
         small_bytes = max(entry["small"] for entry in told)
-        layout = lay_out(kept[team.rank])
+        path = self._place.path / arena_name(team.rank, team.world, plan_hash(kept))
+        arena = self._open(path, plan_hash(kept))
+        generation, token = self._agree_on_generation(arena)
         trouble = None
         try:
-            arena = self._make_arena(kept, layout, small_bytes, generation)
+            if arena is None:
+                arena = self._create(path, kept, small_bytes, generation)
+            elif arena.sizes.meta < small_bytes:
+                arena = arena.grown(small_bytes)
+            if arena.generation != generation:
+                arena.set_generation(generation)
         except HoldfastError as error:
             trouble = error
         agree(trouble, team.group)
@@ -163,34 +187,40 @@ class Holder:
             self.arena.close()
         self.arena = arena
         cohorts = [str(entry["cohort"]) for entry in told]
-        self.plan = {
-            "writers": ranks_to_persist(kept),
-            "complete": complete_sets(kept, cohorts),
-            "token": f"{generation:x}",
-        }
-        return layout
+        self.plan = {"writers": ranks_to_persist(kept), "complete": complete_sets(kept, cohorts), "token": token}
+        return lay_out(kept[team.rank])
 
-    def _make_arena(self, kept: Sequence[Sequence[Piece]], layout: Layout, small_bytes: int, generation: int) -> Arena:
-        team, plan = self._team, plan_hash(kept)
-        path = self._place.path / arena_name(team.rank, team.world, plan)
-        if path.exists():
-            arena = self._open(path)
-            if (arena.plan, arena.run) == (plan, self._place.key) and arena.sizes.meta >= small_bytes:
-                return arena
-            arena.close()
-        sizes = sizes_for(layout, small_bytes)
-        self.adopt(None)
+    def _agree_on_generation(self, arena: Arena | None) -> tuple[int, str]:
+        """What tells these arenas from those of another plan, the same on all ranks: a node that was lost joins the others'.
+        Beside it a name for this start of the run."""
+        told = self._team.gather([arena.generation if arena is not None else None, time.time_ns()])
+        known = {generation for generation, _ in told if generation is not None}
+        now: int = told[0][1]
+        return (known.pop() if len(known) == 1 else now), f"{now:x}"
+
+    def _create(self, path: Path, kept: Sequence[Sequence[Piece]], small_bytes: int, generation: int) -> Arena:
+        team = self._team
+        sizes = [sizes_for(lay_out(kept[rank]), small_bytes) for rank in team.here]
         if team.first_here:
-            _check_memory(self._place, [sizes_for(lay_out(kept[rank]), small_bytes) for rank in team.here])
-        return Arena.create(path, sizes, self._place.key, plan, team.rank, team.world, generation)
+            _check_memory(self._place, sizes)
+        own = sizes[team.here.index(team.rank)]
+        return Arena.create(path, own, self._place.key, plan_hash(kept), team.rank, team.world, generation)
 
-    def _open(self, path: Path) -> Arena:
-        adopted = self._adopted
-        if adopted is None or adopted.path != path:
-            return Arena(path, populate=True)
-        self._adopted = None
-        adopted.populate = True
-        return adopted
+    def _open(self, path: Path, plan: str) -> Arena | None:
+        """The arena of this plan that is there already, if it can be used."""
+        arena, self._adopted = self._adopted, None
+        if arena is not None and arena.path != path:
+            arena.close()
+            arena = None
+        try:
+            arena = arena or Arena(path)
+        except (FileNotFoundError, DamagedError):
+            return None
+        if (arena.plan, arena.run) != (plan, self._place.key):
+            arena.close()
+            return None
+        arena.populate = True
+        return arena
 
 
 def slots_to_use(headers: Sequence[SlotHeader], pinned: Sequence[bool], committed: int | None) -> list[int]:

@@ -290,6 +290,9 @@ class Peers:
         path = self._place.path / f"peer-{node}-{stem}.arena"
         with self._lock:
             arena = Arena(path) if path.exists() else _create_like(path, request)
+            if _facts(arena) != {name: request[name] for name in _facts(arena)}:  # its small state needs more room now
+                arena.close()
+                arena = _create_like(path, request)
         index = self._slot_for(arena, header)
         slot = arena.slot(index)
         key = (path.name, header.sequence)

@@ -285,25 +285,26 @@ class Snapshots:
 
     def _begin_copy(self, step: int) -> None:
         self.desk.beat(4)
-        small = orjson.dumps(self._small_state())
         try:
-            if self._holder.prepare(len(small)):
-                small = orjson.dumps(self._small_state())  # it tells of the plan, which is new
+            self._holder.prepare(self._small_bytes)
         except HoldfastError as error:
             self.event("refused", reason=str(error))
             raise
         self._sequence += 1
-        self._copy = self._holder.begin(step, self._sequence, small, self._committed)
+        small, random = self._small_state(), random_state()
+        self._copy = self._holder.begin(step, self._sequence, small, random, self._committed)
         if self._copy is None:
             self._report("skipped", step, "every slot is being written to disk and there is no memory for another")
 
     def _on_ready(self, step: int) -> None:
         self.desk["ready"] = step
 
+    def _small_bytes(self) -> int:
+        return len(orjson.dumps({**self._small_state(), "random": encode(random_state(), "random state")}))
+
     def _small_state(self) -> dict[str, Any]:
         return {
             "extra": self.extra.get(),
-            "random": encode(random_state(), "random state"),
             "optimizer": self.state.optimizer_settings(),
             "padded_rows": self.state.padded_rows,
             "layout": self._layout_note,
