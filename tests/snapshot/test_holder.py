@@ -1,5 +1,6 @@
 """Refusals and choices of a rank's own memory; row 20 of the matrix."""
 
+import copy
 import os
 import re
 
@@ -33,7 +34,18 @@ def test_too_little_memory_is_refused_with_the_size_to_give(tmp_path, memory):
     snapshots.close()
 
 
-def test_a_replaced_optimizer_state_is_noticed(tmp_path, memory):
+def load_all(optimizer):
+    """As from a file: new tensors, in new dictionaries. (Its own state_dict would come back with the same tensors.)"""
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def load_one(optimizer):
+    parameter = next(iter(optimizer.state))
+    optimizer.state[parameter] = copy.deepcopy(optimizer.state[parameter])
+
+
+@pytest.mark.parametrize("replace", [load_all, load_one])
+def test_a_replaced_optimizer_state_is_noticed(tmp_path, memory, replace):
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -43,7 +55,7 @@ def test_a_replaced_optimizer_state_is_noticed(tmp_path, memory):
             snapshots.commit()
             optimizer.step()
             if step == 2:
-                optimizer.load_state_dict(optimizer.state_dict())  # new tensors take the place of the old
+                replace(optimizer)
             snapshots.take(step)
         snapshots.commit()
 

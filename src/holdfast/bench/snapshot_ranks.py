@@ -46,8 +46,9 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def wait(self) -> None:
+        """Until the device has trained; a copy on another stream may still be on its way."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
 
 def train(task: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -98,6 +99,9 @@ def train(task: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _plain_block(training: Training, steps: int, times: list[float]) -> int:
+    # One step outside of the measured time, here as with snapshots: a device that has rested runs faster for a moment.
+    training.backward()
+    training.step()
     training.wait()
     begin = time.perf_counter()
     for _ in range(steps):
@@ -121,18 +125,19 @@ def _held_block(
     """Steps with snapshots. `settle` lets the device finish the backward pass first: what `commit` then waits for, nobody
     else would have waited for. Without it the host runs ahead of the device, and waits in `commit` instead of elsewhere.
     """
-    training.wait()
-    # a copy is on its way in the first step too; the one of the last step ends outside of the measured time
-    step += 1
-    snapshots.take(step)
-    begin = time.perf_counter()
-    for _ in range(steps):
+    begin = 0.0
+    for number in range(-1, steps):
+        if number == 0:
+            # a copy is on its way in the first measured step too; the one of the last step ends outside of the measured time
+            training.wait()
+            begin = time.perf_counter()
         training.backward()
         if settle:
             training.wait()
         snapshots.commit()
-        stalls.append(snapshots.stall_seconds)
-        copies.append(snapshots.copy_seconds)
+        if number >= 0:
+            stalls.append(snapshots.stall_seconds)
+            copies.append(snapshots.copy_seconds)
         training.step()
         step += 1
         snapshots.take(step)

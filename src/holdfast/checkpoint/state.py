@@ -19,6 +19,7 @@ from holdfast.checkpoint.layout import ITEM_SIZES, Piece
 from holdfast.checkpoint.plan import Held
 from holdfast.errors import HoldfastError
 
+NUMBER = (int, float)  # as a tuple: a union is made anew, and asked slowly, for every tensor of every snapshot
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TYPES.items() if dtype and name in ITEM_SIZES}
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -101,7 +102,7 @@ class State:
             numbers: dict[str, dict[str, int | float]] = {}
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
-                    if isinstance(value, int | float):
+                    if isinstance(value, NUMBER):
                         numbers.setdefault(self.name_of(parameter), {})[key] = value
             for group in optimizer.param_groups:
                 names = [self.name_of(parameter) for parameter in group["params"]]

@@ -7,7 +7,8 @@ beside the old one.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ class Holder:
         self._layout = lay_out([])
         self._last: Copy | None = None
         self._copier: Copier | None = None
-        self._watched: tuple[list[torch.Tensor], list[int]] = ([], [])
-        self._entries: list[tuple[Mapping[str, Any], str, torch.Tensor]] = []
-        self._sizes: list[tuple[Any, int]] = []
+        self._parameters: list[torch.Tensor] = []
+        self._values: list[Any] = []
+        self._addresses, self._ids, self._tensor_ids = list[int](), list[int](), list[int]()
         self._held: list[Any] = []
 
     def adopt(self, arena: Arena | None) -> None:
@@ -148,19 +149,24 @@ class Holder:
 
     def _replaced(self) -> bool:
         """A parameter's memory or an optimizer's tensor is not the one that was looked at last."""
-        parameters, addresses = self._watched
-        return (
-            [_address(parameter) for parameter in parameters] != addresses
-            or any(state.get(key) is not tensor for state, key, tensor in self._entries)
-            or any(len(container) != size for container, size in self._sizes)
-        )
+        if _addresses(self._parameters) != self._addresses:
+            return True
+        values = self._optimizer_values()
+        if list(map(id, values)) == self._ids:
+            return False
+        # a state that is a mere number is a new object at every step
+        return [id(value) for value in values if isinstance(value, torch.Tensor)] != self._tensor_ids
 
     def _watch(self) -> None:
-        parameters: list[torch.Tensor] = list(self._state.parameters.values())
-        self._watched = (parameters, [_address(parameter) for parameter in parameters])
-        states = [state for _, state in self._state.optimizer_state()]
-        self._entries = [(s, key, v) for s in states for key, v in s.items() if isinstance(v, torch.Tensor)]
-        self._sizes = [(s, len(s)) for s in states] + [(o.state, len(o.state)) for o in self._state.optimizers]
+        self._parameters = list(self._state.parameters.values())
+        self._addresses = _addresses(self._parameters)
+        self._values = self._optimizer_values()  # kept: of an object that is gone another one may take the id
+        self._ids = list(map(id, self._values))
+        self._tensor_ids = [id(value) for value in self._values if isinstance(value, torch.Tensor)]
+
+    def _optimizer_values(self) -> list[Any]:
+        states = chain.from_iterable(optimizer.state.values() for optimizer in self._state.optimizers)
+        return list(chain.from_iterable(state.values() for state in states))
 
     def _agree_on_plan(self, held: list[Any], small_bytes: int) -> Layout:
         """Decides with all ranks who keeps what, and makes the memory for it."""
@@ -252,5 +258,5 @@ def _check_memory(place: Place, wanted: Sequence[Any]) -> None:
         )
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [t._local_tensor.data_ptr() if isinstance(t, DTensor) else t.data_ptr() for t in tensors]
