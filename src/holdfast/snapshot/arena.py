@@ -99,7 +99,7 @@ class Sizes:
 
 
 def sizes_for(layout: Layout, small_bytes: int) -> Sizes:
-    return Sizes(_room_for(small_bytes), _pages(8 * digest_starts(layout)[1]), _pages(layout.size))
+    return Sizes(_room_for(small_bytes, layout.size), _pages(8 * digest_starts(layout)[1]), _pages(layout.size))
 
 
 class Slot:
@@ -266,7 +266,7 @@ class Arena:
 
     def grown(self, small_bytes: int) -> "Arena":
         """The same arena with room for a larger small state; at no time is what it holds not there under its name."""
-        sizes = Sizes(_room_for(small_bytes), self.sizes.digest, self.sizes.payload)
+        sizes = Sizes(_room_for(small_bytes, self.sizes.payload), self.sizes.digest, self.sizes.payload)
         return Arena.create(
             self.path, sizes, self.run, self.plan, self.rank, self.world, self.generation, self.populate, holding=self
         )
@@ -369,9 +369,9 @@ def arena_name(rank: int, world: int, plan: str) -> str:
     return f"rank-{rank:05d}-of-{world:05d}.{plan[:8]}.arena"
 
 
-def _room_for(small_bytes: int) -> int:
-    """A rank's small state may grow to four times what it is now."""
-    return _pages(4 * small_bytes + META_ROOM)
+def _room_for(small_bytes: int, payload: int) -> int:
+    """A rank's small state may grow to four times what it is now and some more: as much as the row sums take, if that is much."""
+    return _pages(4 * small_bytes + max(META_ROOM, payload // 512))
 
 
 def _pack_arena(rank: int, world: int, run: str, plan: str, sizes: Sizes, generation: int) -> bytes:

@@ -178,7 +178,7 @@ class Holder:
         path = self._place.path / arena_name(team.rank, team.world, plan_hash(kept))
         arena = self._open(path, plan_hash(kept))
         generation, token = self._agree_on_generation(arena)
-        trouble = None
+        trouble: Exception | None = None
         try:
             if arena is None:
                 arena = self._create(path, kept, small_bytes, generation)
@@ -186,7 +186,7 @@ class Holder:
                 arena = arena.grown(small_bytes)
             if arena.generation != generation:
                 arena.set_generation(generation)
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:
             trouble = error
         agree(trouble, team.group)
         if self.arena is not None:
@@ -220,7 +220,7 @@ class Holder:
             arena = None
         try:
             arena = arena or Arena(path)
-        except (FileNotFoundError, DamagedError):
+        except (OSError, DamagedError):
             return None
         if (arena.plan, arena.run) != (plan, self._place.key):
             arena.close()
