@@ -265,11 +265,14 @@ class Arena:
         arena.close()
 
     def grown(self, small_bytes: int) -> "Arena":
-        """The same arena with room for a larger small state; at no time is what it holds not there under its name."""
+        """The same arena with room for a larger small state, in place of this one, which is closed. At no time is what it holds
+        not there under its name."""
         sizes = Sizes(_room_for(small_bytes, self.sizes.payload), self.sizes.digest, self.sizes.payload)
-        return Arena.create(
+        arena = Arena.create(
             self.path, sizes, self.run, self.plan, self.rank, self.world, self.generation, self.populate, holding=self
         )
+        self.close()
+        return arena
 
     def set_generation(self, generation: int) -> None:
         raw = _pack_arena(self.rank, self.world, self.run, self.plan, self.sizes, generation)

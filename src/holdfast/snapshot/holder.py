@@ -102,12 +102,10 @@ class Holder:
         if any(self.arena.pinned(index) for index in range(SLOTS)):
             return False
         try:
-            arena = self.arena.grown(self._last.small_bytes)
+            self.arena = self.arena.grown(self._last.small_bytes)
         except HoldfastError as error:
-            say(f"{error}, to which the small state has grown")
+            say(f"{error}, which the small state needs now")
             return False
-        self.arena.close()
-        self.arena = arena
         return True
 
     def pin(self, step: int) -> bool:
