@@ -189,7 +189,7 @@ class Keeper:
         if job["step"] is not None:
             if job["step"] in steps:
                 steps = [job["step"]]
-            elif time.monotonic() - job["since"] < SAVE_PATIENCE:
+            elif time.monotonic() - job["since"] < SAVE_PATIENCE and not _passed(arenas, job["step"]):
                 return  # some rank is still copying
             else:
                 steps = []
@@ -321,6 +321,11 @@ class Keeper:
         if self._peers is not None:
             self._peers.close()
         shutil.rmtree(self.place.path, ignore_errors=True)
+
+
+def _passed(arenas: list[Arena], step: int) -> bool:
+    """Whether every rank holds something newer: a step that is not there then does not come any more."""
+    return bool(arenas) and all(max(arena.ready_steps(), default=-1) > step for arena in arenas)
 
 
 def main(path: str) -> None:
