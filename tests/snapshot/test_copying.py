@@ -88,3 +88,30 @@ def look(path, before):
     assert ready and max(ready) > before, "no snapshot"
     arena.close()
     return max(ready), unfinished
+
+
+def test_buffers_that_the_forward_pass_changes_are_held_as_they_were(tmp_path, memory):
+    """BatchNorm's running statistics change while the copy is on its way."""
+    import torch
+
+    from holdfast.snapshot import Snapshots
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model.large = torch.nn.Parameter(torch.zeros(20_000_000))  # so that there is a while to change something in
+    snapshots = Snapshots("a", model, folder=tmp_path, memory=memory)
+    snapshots.restore()
+    for step in range(1, 5):
+        snapshots.commit()
+        held = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        snapshots.take(step)
+        model(torch.randn(8, 4))
+    snapshots.commit()
+    assert snapshots.skipped == 0
+    assert not torch.equal(held["1.running_mean"], model[1].running_mean)
+    snapshots._holder.close()
+    snapshots.desk["status"] = 0
+    again = Snapshots("a", model, folder=tmp_path, memory=memory)
+    assert again.restore() == 4
+    assert all(torch.equal(buffer, held[name]) for name, buffer in model.named_buffers())
+    again.close()

@@ -73,6 +73,29 @@ def test_a_replaced_optimizer_state_is_noticed(tmp_path, memory, replace):
     second.close()
 
 
+def test_a_replaced_buffer_is_noticed(tmp_path, memory):
+    """A running mean that is not changed in place but assigned anew."""
+    model = torch.nn.Linear(3, 3)
+    model.register_buffer("mean", torch.zeros(5))
+    model.register_buffer("cache", torch.zeros(5), persistent=False)
+    first = Snapshots("a", model, folder=tmp_path, memory=memory)
+    first.restore()
+    for step in range(1, 5):
+        first.commit()
+        model.mean = 0.5 * model.mean + step
+        model.cache = model.cache + 1
+        first.take(step)
+    first.commit()
+    wanted = model.mean.clone()
+    first._holder.close()
+    first.desk["status"] = 0
+    model.mean = torch.zeros(5)
+    second = Snapshots("a", model, folder=tmp_path, memory=memory)
+    assert second.restore() == 4
+    assert torch.equal(model.mean, wanted)
+    second.close()
+
+
 @pytest.mark.timeout(30)  # a save of a step that the run did not resume from is not waited for
 def test_a_step_that_is_taken_again_does_not_stop_the_snapshots_that_follow(tmp_path, memory):
     model = torch.nn.Linear(3, 3)

@@ -1,9 +1,9 @@
 """The copy itself: this rank's pieces from the live tensors into a slot, while training goes on.
 
-A thread copies (CPU) or a side stream does (CUDA, driven by that thread); row sums are taken from the source on the way. The
-invariants: the slot becomes READY after its whole content is there, by the thread's last act; a source that changed while it was
-copied (its version counter moved) leaves the slot EMPTY; an error in the thread never reaches the training loop as anything
-but a counted, reported loss of that one snapshot.
+A thread copies (CPU) or a side stream does (CUDA, driven by that thread); row sums are taken from the source on the way; buffers,
+which a forward pass may change, are set aside first. The invariants: the slot becomes READY after its whole content is there, by
+the thread's last act; a source that changed while it was copied (its version counter moved) leaves the slot EMPTY; an error in
+the thread never reaches the training loop as anything but a counted, reported loss of that one snapshot.
 """
 
 import queue
@@ -49,6 +49,13 @@ class Copier:
         self.layout = layout
         self._on_ready = on_ready
         self._tensors = [rows_of(by_name[piece.name], piece) for piece in layout.pieces]
+        # What is not divided are buffers. The next forward pass may change them, as BatchNorm's does, and raise no version.
+        self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, piece in enumerate(layout.pieces):
+            if not by_name[piece.name].divisible:
+                aside = torch.empty_like(self._tensors[index])
+                self._set_aside.append((aside, self._tensors[index]))
+                self._tensors[index] = aside
         self._digest_starts, self._digest_rows = digest_starts(layout)
         self._on_device = [i for i, tensor in enumerate(self._tensors) if tensor.is_cuda]
         self._on_host = [i for i, tensor in enumerate(self._tensors) if not tensor.is_cuda]
@@ -66,6 +73,8 @@ class Copier:
 
     def start(self, copy: Copy) -> None:
         """Begins a copy of the tensors as they are now; returns at once."""
+        for aside, buffer in self._set_aside:
+            aside.copy_(buffer)
         if self._device is not None:
             copy.ready_event = torch.cuda.Event()
             copy.ready_event.record(torch.cuda.current_stream(self._device))

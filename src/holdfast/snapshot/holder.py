@@ -51,6 +51,7 @@ class Holder:
         self._last: Copy | None = None
         self._copier: Copier | None = None
         self._parameters: list[torch.Tensor] = []
+        self._buffers: list[tuple[dict[str, Any], str]] = []
         self._values: list[Any] = []
         self._addresses, self._ids, self._tensor_ids = list[int](), list[int](), list[int]()
         self._held: list[Any] = []
@@ -146,10 +147,10 @@ class Holder:
         return None
 
     def _replaced(self) -> bool:
-        """A parameter's memory or an optimizer's tensor is not the one that was looked at last."""
+        """A parameter's memory, a buffer or an optimizer's tensor is not the one that was looked at last."""
         if _addresses(self._parameters) != self._addresses:
             return True
-        values = self._optimizer_values()
+        values = self._assignable()
         if list(map(id, values)) == self._ids:
             return False
         # a state that is a mere number is a new object at every step
@@ -158,13 +159,22 @@ class Holder:
     def _watch(self) -> None:
         self._parameters = list(self._state.parameters.values())
         self._addresses = _addresses(self._parameters)
-        self._values = self._optimizer_values()  # kept: of an object that is gone another one may take the id
+        self._buffers = [
+            (module._buffers, name)
+            for model in self._state.models
+            for module in model.modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        self._values = self._assignable()  # kept: of an object that is gone another one may take the id
         self._ids = list(map(id, self._values))
         self._tensor_ids = [id(value) for value in self._values if isinstance(value, torch.Tensor)]
 
-    def _optimizer_values(self) -> list[Any]:
+    def _assignable(self) -> list[Any]:
+        """What anybody may put a new tensor in place of, as it is now: optimizers' states and persistent buffers."""
         states = chain.from_iterable(optimizer.state.values() for optimizer in self._state.optimizers)
-        return list(chain.from_iterable(state.values() for state in states))
+        values = list(chain.from_iterable(state.values() for state in states))
+        return values + [buffers.get(name) for buffers, name in self._buffers]
 
     def _agree_on_plan(self, held: list[Any], small_bytes: int) -> Layout:
         """Decides with all ranks who keeps what, and makes the memory for it."""
