@@ -34,6 +34,24 @@ def test_too_little_memory_is_refused_with_the_size_to_give(tmp_path, memory):
     snapshots.close()
 
 
+def test_an_optimizer_state_that_cannot_be_held_is_refused_by_name(tmp_path, memory):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.LBFGS(model.parameters())  # keeps lists of earlier directions
+    snapshots = Snapshots("a", model, optimizer, folder=tmp_path, memory=memory)
+    snapshots.restore()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(HoldfastError, match=r"keeps a list as al of weight"):
+        snapshots.take(1)
+    snapshots.close()
+
+
 def load_all(optimizer):
     """As from a file: new tensors, in new dictionaries. (Its own state_dict would come back with the same tensors.)"""
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

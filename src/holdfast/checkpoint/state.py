@@ -76,6 +76,11 @@ class State:
                 for key, value in sorted(state.items()):
                     if isinstance(value, torch.Tensor):
                         found.append(describe(f"optimizer.{name}.{key}", value))
+                    elif value is not None and not isinstance(value, NUMBER):
+                        raise HoldfastError(
+                            f"the optimizer keeps a {type(value).__name__} as {key} of {name}; only tensors and numbers can be "
+                            "saved, and a run resumed without it would not be the same"
+                        )
         return found
 
     def optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:

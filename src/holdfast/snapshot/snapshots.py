@@ -46,6 +46,7 @@ from holdfast.snapshot.wishes import Wishes
 KEEPER_CHECK_SECONDS = 2.0
 MOVE_IN_SECONDS = 10.0
 CLOSE_SECONDS = 600.0
+LARGE_SMALL_STATE = 16 << 20
 
 
 class Snapshots:
@@ -300,7 +301,13 @@ class Snapshots:
         self.desk["ready"] = step
 
     def _small_bytes(self) -> int:
-        return len(orjson.dumps({**self._small_state(), "random": encode(random_state(), "random state")}))
+        size = len(orjson.dumps({**self._small_state(), "random": encode(random_state(), "random state")}))
+        if size > LARGE_SMALL_STATE:
+            say(
+                f"the small state takes {size / 1e6:.0f} MB and is written as JSON at every step: give large tensors (an average "
+                "of the weights) as a model beside the model, torch.nn.ModuleDict({'model': ..., 'average': ...}), not as extra"
+            )
+        return size
 
     def _small_state(self) -> dict[str, Any]:
         return {
