@@ -202,6 +202,31 @@ def test_ranks_whose_small_states_grow_apart_do_not_wait_for_each_other(tmp_path
     assert [step for step, _ in checkpoints_in(tmp_path)] == [12]
 
 
+def test_a_run_that_goes_back_in_the_same_process_holds_what_it_does_anew(tmp_path, memory):
+    model = torch.nn.Linear(3, 3)
+    snapshots = Snapshots("a", model, folder=tmp_path, memory=memory)
+    snapshots.restore()
+
+    def go(steps, value):
+        for step in steps:
+            snapshots.commit()
+            with torch.no_grad():
+                model.weight.fill_(value + step)
+            snapshots.take(step)
+
+    go(range(1, 5), 0.0)
+    assert snapshots.restore() == 4, "the copy that was on its way is whole first"
+    assert model.weight.unique().tolist() == [4.0]
+    go([4, 5, 6], 100.0)
+    snapshots.commit()
+    with torch.no_grad():
+        model.weight.fill_(-1)
+    assert snapshots.restore() == 6
+    assert model.weight.unique().tolist() == [106.0]
+    snapshots.close()
+    assert snapshots.skipped == 0
+
+
 def header(step):
     return SlotHeader(READY, step, step, 0, 0, 0, 0, 0.0) if step else NOTHING
 

@@ -152,6 +152,8 @@ class Snapshots:
 
     def restore(self) -> int:
         """Fills model, optimizer, extra state and random generators from the newest whole state there is; its step, or 0."""
+        self._finish_copy()
+        self._ready = -1  # what is done anew is held anew
         self.desk.beat(1)
         try:
             found = restore(self)
