@@ -23,6 +23,11 @@ def test_help_lists_every_verb_and_imports_no_torch():
         assert verb in done.stdout
 
 
+def test_the_package_is_the_program_too():
+    done = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, holdfast("--version").stdout), done.stderr
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself_with_an_example(verb):
     done = holdfast(*verb.split(), "--help", env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"})
