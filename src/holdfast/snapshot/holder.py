@@ -45,7 +45,7 @@ class Holder:
         self._state, self._team, self._place, self._mode, self._on_ready = state, team, place, mode, on_ready
         self.arena: Arena | None = None
         self.plan: dict[str, Any] = {"writers": [], "complete": [], "token": ""}
-        """What the keeper must know of the plan: whose pieces make up the state, and a name for this division."""
+        """What the keeper must know of the plan: whose pieces make up the state, and a name for this start of the run."""
         self._adopted: Arena | None = None
         self._layout = lay_out([])
         self._last: Copy | None = None

@@ -186,7 +186,7 @@ def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, fi
 def _is_published(final: Path, token: str) -> bool:
     """Whether the checkpoint is there and comes from this start of the run; an earlier one may have left its own of that step."""
     try:
-        return read_manifest(final).shared.get("generation") == token
+        return read_manifest(final).shared.get("start") == token
     except HoldfastError:
         return False
 
@@ -252,7 +252,7 @@ def _manifest(entries: list[dict[str, Any]]) -> Manifest:
         tensors=dict(sorted(tensors.items())),
         files=[ShardFile(**entry["file"]) for entry in entries if entry["file"]],
         layout=facts["layout"],
-        shared={**facts["shared"], "extra": facts["extra"], "generation": facts["token"]},
+        shared={**facts["shared"], "extra": facts["extra"], "start": facts["token"]},
         per_rank=[_per_rank(smalls[r], facts["extra"]) if r in smalls else {} for r in range(facts["world"])],
         optimizer_settings=merge_settings([smalls[rank]["optimizer"] for rank in sorted(smalls)]),
         padded_rows=facts["padded_rows"],
