@@ -1,5 +1,6 @@
 """The verbs `snapshots`, `persist` and `inspect` on a run that lives, one that died, and one that is only on disk."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import pytest
 
 from holdfast import cli
 from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.snapshot.arena import NOTHING, Arena, DamagedError
+from holdfast.snapshot.persisting import OvertakenError, held_at
 
 from .harness import Fault, launch, nothing_left, wait_for
 
@@ -49,6 +52,30 @@ def test_persist_with_and_without_living_trainers(run, memory, holdfast):
     assert launched.wait(run)
     wait_for(lambda: nothing_left(memory), "the memory to be freed")
     assert "checkpoint of step" in holdfast("inspect", str(run.folder))
+
+
+def test_persist_waits_for_the_first_snapshot_of_a_run_that_trains(run, memory, holdfast):
+    run.slow_copy, run.steps = {1: 2.0}, 3
+    launched = launch(run)
+    wait_for(lambda: len(list(memory.rglob("*.arena"))) == 2, "the arenas")
+    path = holdfast("persist", str(run.folder), "--snapshot-dir", str(memory)).strip()
+    assert path == str(checkpoints_in(run.folder)[0][1])
+    assert launched.wait(run)
+
+
+def test_a_slot_that_is_used_again_while_it_is_verified_is_not_called_damaged(run, memory):
+    run.faults = [Fault("kill", rank=-1, step=4)]
+    launch(run).wait(run)
+    with contextlib.closing(Arena(min(memory.rglob("*.arena")))) as arena:
+        (step, _) = sorted(arena.ready_steps(), reverse=True)
+        held = held_at(arena, step)
+        held.verify()
+        held.slot.payload[held.slot.layout(held.header).starts[0]] ^= 1  # a trainer copies the next step into it ...
+        with pytest.raises(DamagedError):
+            held.verify()
+        held.slot.store(NOTHING)  # ... and has said so in the header before
+        with pytest.raises(OvertakenError):
+            held.verify()
 
 
 def test_an_unknown_run_is_named_beside_those_that_are_held(run, memory):

@@ -21,7 +21,13 @@ from holdfast.errors import HoldfastError
 from holdfast.journal import PatientJournal
 from holdfast.snapshot.arena import Arena, DamagedError
 from holdfast.snapshot.desk import FINISHED, RUNNING, STOPPED, Desk
-from holdfast.snapshot.persisting import common_steps, held_at, newest_generation, write_checkpoint
+from holdfast.snapshot.persisting import (
+    OvertakenError,
+    common_steps,
+    held_at,
+    newest_generation,
+    write_checkpoint,
+)
 from holdfast.snapshot.place import Place, lock_keeper, open_arenas, read_json, write_json
 from holdfast.snapshot.wishes import TRIGGERS
 
@@ -109,7 +115,7 @@ class Keeper:
             ranks=stand,
         )
         print(f"rank {rank} {kind} at step {desk['step']}: {desk.last_words or 'no last words'}; {stand}", flush=True)
-        self._jobs.append({"reason": kind, "step": None})
+        self._jobs.append({"reason": kind, "step": None, "since": time.monotonic()})
 
     def _hang(self, rank: int, desk: Desk, desks: dict[int, Desk]) -> None:
         for other in desks.values():
@@ -193,6 +199,8 @@ class Keeper:
                 return  # some rank is still copying
             else:
                 steps = []
+        elif not steps and self._may_still_come(job):
+            return
         on_disk = dict(checkpoints_in(self.place.folder))
         for step in steps:
             if step in on_disk and job["step"] is None:
@@ -201,6 +209,8 @@ class Keeper:
             try:
                 self._finish(job, self._write(job, arenas, step), None)
                 return
+            except OvertakenError:
+                return  # there is a newer one
             except DamagedError as error:
                 self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
         self._finish(job, None, f"no step is held whole in memory (asked for: {job['step'] or 'the newest'})")
@@ -208,12 +218,12 @@ class Keeper:
     def _stops_soon(self, job: dict[str, Any]) -> bool:
         """Whether a run on several nodes is about to stop, as the job asks. While it trains, each keeper sees another step as the
         newest, and they would wait for each other; all ranks stop after the same one."""
-        return (
-            "trigger" in job
-            and self._several_nodes
-            and any(desk.occupied() for desk in self._desks().values())
-            and time.monotonic() - job["since"] < SAVE_PATIENCE
-        )
+        return "trigger" in job and self._several_nodes and self._may_still_come(job)
+
+    def _may_still_come(self, job: dict[str, Any]) -> bool:
+        """Whether to look again for a step that all ranks hold: while they train, the first one may be on its way."""
+        alive = any(desk.occupied() for desk in self._desks().values())
+        return alive and time.monotonic() - job["since"] < SAVE_PATIENCE
 
     def _write(self, job: dict[str, Any], arenas: list[Arena], step: int) -> Path:
         begin = time.perf_counter()
@@ -265,10 +275,11 @@ class Keeper:
         for step in common_steps(arenas)[:1]:
             for found in [held for arena in arenas if (held := held_at(arena, step))]:
                 try:
-                    found.slot.verify(found.header)
+                    found.verify()
+                except OvertakenError:
+                    continue
                 except DamagedError as error:
-                    if found.still_there():
-                        self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
+                    self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
                 else:
                     if found.still_there():
                         found.arena.set_verified(found.index, found.header.sequence)
@@ -312,7 +323,7 @@ class Keeper:
 
     def _persist_last(self) -> bool:
         """The newest common step is on disk, or there is none."""
-        job: dict[str, Any] = {"reason": "stopped", "step": None}
+        job: dict[str, Any] = {"reason": "stopped", "step": None, "since": time.monotonic()}
         self._jobs.append(job)
         self._work_on_jobs()
         return job not in self._jobs

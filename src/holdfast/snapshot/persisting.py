@@ -8,10 +8,10 @@ or damaged meanwhile never gets a final name; when anything fails the temporary 
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.checkpoint.folder import (
     new_temporary,
@@ -38,6 +38,12 @@ from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, SlotHeader
 from holdfast.snapshot.place import read_json, write_json
 
 ENTRY_SUFFIX = ".entry.json"
+LOOKS = 3
+T = TypeVar("T")
+
+
+class OvertakenError(HoldfastError):
+    """Training went on and used the slot again before the step was pinned."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,25 @@ class Held:
 
     @property
     def small(self) -> dict[str, Any]:
-        return self.slot.small_state(self.header)
+        return self._unless_overtaken(self.slot.small_state)
+
+    def verify(self) -> None:
+        self._unless_overtaken(self.slot.verify)
+
+    def _unless_overtaken(self, read: Callable[[SlotHeader], T]) -> T:
+        """What is read from the slot; one that was used again meanwhile is not called damaged."""
+        try:
+            return read(self.header)
+        except DamagedError:
+            self.check_still_there()
+            raise
 
     def still_there(self) -> bool:
         return self.slot.header() == self.header
+
+    def check_still_there(self) -> None:
+        if not self.still_there():
+            raise OvertakenError(f"step {self.header.step} of rank {self.arena.rank} was overwritten meanwhile")
 
 
 def held_at(arena: Arena, step: int) -> Held | None:
@@ -83,7 +104,10 @@ def common_steps(arenas: Sequence[Arena]) -> list[int]:
     """The steps that every rank of this node has READY, newest first."""
     if not arenas:
         return []
-    steps = set.intersection(*(arena.ready_steps() for arena in arenas))
+    for _ in range(LOOKS):  # ranks that train may have gone on between two looks
+        steps = set.intersection(*(arena.ready_steps() for arena in arenas))
+        if steps:
+            break
     whole = []
     for step in sorted(steps, reverse=True):
         held = held_at(arenas[0], step)
@@ -112,7 +136,7 @@ def write_checkpoint(
     """
     held = {arena.rank: found for arena in arenas if (found := held_at(arena, step)) is not None}
     if len(held) != len(arenas) or not held:
-        raise HoldfastError(f"step {step} is no longer in memory")
+        raise OvertakenError(f"step {step} is no longer in memory")
     facts = next(iter(held.values())).small
     final = checkpoints / step_folder_name(step)
     try:
@@ -211,10 +235,7 @@ def _write_entry(folder: Path, held: Held, writes: bool) -> None:
         "tensors": {p.name: (p.dtype, list(p.global_shape)) for p in held.slot.layout(held.header).pieces},
         "small": held.small,
     }
-    if not held.still_there():
-        raise HoldfastError(
-            f"step {held.header.step} of rank {held.arena.rank} was overwritten while it was written to disk"
-        )
+    held.check_still_there()
     write_json(folder / f"rank-{held.arena.rank:05d}{ENTRY_SUFFIX}", record)
 
 
@@ -235,7 +256,7 @@ def _write_shard(folder: Path, held: Held) -> ShardFile:
                 written += file.write(part[written:])
         os.fsync(file.fileno())
     # after the checksums: what they describe is then known to be what was copied
-    slot.verify(held.header)
+    held.verify()
     return describe_shard(layout, held.arena.rank, held.arena.world, chunks)
 
 

@@ -10,7 +10,7 @@ from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.errors import HoldfastError
 from holdfast.snapshot.arena import EMPTY, READY, SLOTS, STATES, Arena, DamagedError
-from holdfast.snapshot.persisting import common_steps, newest_generation
+from holdfast.snapshot.persisting import Held, OvertakenError, common_steps, newest_generation
 from holdfast.snapshot.place import Place, keeper_alive, open_arenas
 
 
@@ -25,8 +25,10 @@ def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
         trouble = None
         if verify and header.state == READY:
             try:
-                arena.slot(index).verify(header)
+                Held(arena, index, header).verify()
                 verified = True
+            except OvertakenError:
+                header, verified = arena.slot(index).header(), None
             except DamagedError as error:
                 verified, trouble = False, str(error)
         slots.append(
