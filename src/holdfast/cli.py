@@ -1,7 +1,7 @@
 """The program `holdfast`: one verb per stage, each verb a function somewhere else. Nothing but the way there lives here.
 
-A verb's module is imported when the verb is called, so that `holdfast --help` costs no torch. tyro derives the flags from the
-function's signature; a wrong flag exits with 2 and the nearest name.
+A verb's module is imported when the verb is called, so that `holdfast --help` costs no torch. Its flags are the function's
+parameters; a wrong one exits with 2 and the nearest name.
 """
 
 import importlib
@@ -100,11 +100,9 @@ def run(arguments: Sequence[str]) -> None:
     if getattr(command, "parses_its_own_arguments", False):
         command(rest)
         return
-    import tyro
+    from holdfast import flags
 
-    from holdfast.flags import quick_to_parse
-
-    tyro.cli(quick_to_parse(command), prog=f"holdfast {verb}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
+    flags.call(command, f"holdfast {verb}", rest)
 
 
 def main() -> None:

@@ -2,9 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from holdfast.flags import Words, words
 from holdfast.tokenizers.recipe import TokenizerType
@@ -148,7 +146,7 @@ def train_tokenizer(
     input: Words,
     output_dir: str,
     vocab_size: int = 32000,
-    type: Annotated[Literal["bpe", "wordpiece", "wordpiece-cased"], tyro.conf.arg(name="type")] = "bpe",
+    type: Literal["bpe", "wordpiece", "wordpiece-cased"] = "bpe",
     json_keys: Words = TEXT,
 ) -> None:
     """Learn a tokenizer from your own text: vocab.json and merges.txt (bpe), or vocab.txt (wordpiece).

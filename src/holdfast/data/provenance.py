@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +66,8 @@ def read_provenance(path: Path) -> dict[str, Any] | None:
 
 
 def describe(summary: Summary, settings: Mapping[str, Any], details: Mapping[str, Any]) -> bytes:
+    from importlib.metadata import PackageNotFoundError, version
+
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from holdfast import flags
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.launch.plan import absolute, existing
 
@@ -77,7 +76,7 @@ def parse_only(command: Callable[..., Any], prog: str, arguments: Sequence[str])
     def capture(**values: Any) -> dict[str, Any]:
         return values
 
-    return dict(tyro.cli(capture, prog=prog, args=list(arguments), config=(tyro.conf.OmitArgPrefixes,)))
+    return dict(flags.call(capture, prog, arguments))
 
 
 def to_arguments(command: Callable[..., Any], values: dict[str, Any]) -> list[str]:
