@@ -4,6 +4,7 @@ A verb's module is imported when the verb is called, so that `holdfast --help` c
 parameters; a wrong one exits with 2 and the nearest name.
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("holdfast.bench.command:bench", "measure a part beside what you would use instead"),
 }
 
-# What takes long to get ready is called before the command line is read.
+# What takes long to get ready is called before the command line is read, by a program that has done nothing else yet.
 AHEAD = {"preprocess": "holdfast.data.crew:call_ahead"}
 
 
@@ -94,8 +95,6 @@ def run(arguments: Sequence[str]) -> None:
         print(f"holdfast {version('holdfast')}")
         return
     verb, rest = find_verb(arguments)
-    if verb in AHEAD and not {"-h", "--help"}.intersection(rest):
-        load(AHEAD[verb])()
     command = load(VERBS[verb][0])
     if getattr(command, "parses_its_own_arguments", False):
         command(rest)
@@ -106,8 +105,13 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
+    arguments = sys.argv[1:]
     try:
-        run(sys.argv[1:])
+        if arguments[:1] and arguments[0] in AHEAD and not {"-h", "--help"}.intersection(arguments):
+            load(AHEAD[arguments[0]])()
+        run(arguments)
+        # What is still there goes with the process: to look for garbage in it takes longer than all the rest of leaving.
+        gc.freeze()
     except UsageError as error:
         fail(str(error), 2)
     except HoldfastError as error:

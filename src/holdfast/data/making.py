@@ -16,7 +16,14 @@ import orjson
 from holdfast.data.crew import Crew
 from holdfast.data.indexed import dtype_for_vocabulary, pair_paths, publish_pairs
 from holdfast.data.plan import Share, identity, lines_before, plan, unit_bytes
-from holdfast.data.provenance import Summary, describe, finished_before, provenance_path, refuse_to_replace
+from holdfast.data.provenance import (
+    Summary,
+    describe,
+    finished_before,
+    provenance_path,
+    refuse_to_replace,
+    versions,
+)
 from holdfast.data.report import Report
 from holdfast.data.sources import InputFile, Unit
 from holdfast.data.worker import Answer, Job, Part, give_back_memory
@@ -143,8 +150,9 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
     check = CrossCheck(request)
     with Report(request, workspace) as report:
         crew.begin(job, wanted())
-        # While the crew gets ready, the reference is loaded.
+        # While the crew gets ready, this process has time for what it will need later.
         check.load()
+        versions()
         report.appended(_append_ready(request, workspace))
         for unit, answer in crew.answers():
             report.engine(crew.engine)

@@ -14,13 +14,15 @@ from multiprocessing.reduction import recv_handle
 
 from holdfast.tokenizers import tables
 
+STANDARD_INPUT = 0
+
 
 def main() -> None:
     """The life of the process that a Crew is led by."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     loading = threading.Thread(target=importlib.import_module, args=["holdfast.data.worker"])
     loading.start()
-    control = Connection(sys.stdin.fileno())
+    control = Connection(STANDARD_INPUT)
     try:
         descriptors = [recv_handle(control) for _ in range(control.recv())]
         recipe, engine = control.recv()

@@ -1,5 +1,7 @@
 """PREFIX.json: what a dataset was made of, with what, and what came out; and the summary that a person reads."""
 
+import contextlib
+import functools
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -65,16 +67,20 @@ def read_provenance(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and content.get("format") == FORMAT else None
 
 
-def describe(summary: Summary, settings: Mapping[str, Any], details: Mapping[str, Any]) -> bytes:
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that make a dataset."""
     from importlib.metadata import PackageNotFoundError, version
 
-    versions = {"python": platform.python_version()}
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    content = {"format": FORMAT, "summary": asdict(summary), **details, "settings": settings, "versions": versions}
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def describe(summary: Summary, settings: Mapping[str, Any], details: Mapping[str, Any]) -> bytes:
+    content = {"format": FORMAT, "summary": asdict(summary), **details, "settings": settings, "versions": versions()}
     return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
 
 

@@ -29,8 +29,8 @@ from holdfast.tokenizers.tokenizer import EngineChoice, Tokenizer
 # A worker whose memory passes this builds its tokenizer anew: engines cache the words they have seen.
 MEMORY_LIMIT_BYTES = 300 << 20
 REBUILD_AFTER_UNITS = 64
-SAMPLE_TEXT_CHARACTERS = 2 << 10
-FIRST_SAMPLE_TEXTS = 8
+SAMPLE_TEXT_CHARACTERS = 512
+FIRST_SAMPLE_TEXTS = 24
 
 
 @dataclass(frozen=True)

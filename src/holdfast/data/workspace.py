@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from holdfast.data.append import append_file
+from holdfast.data.append import append_file, begin_to_sync
 from holdfast.data.indexed import IndexPart, write_index
 from holdfast.data.worker import Part, part_path
 from holdfast.errors import HoldfastError
@@ -32,6 +32,7 @@ from holdfast.journal import Journal, read_journal
 from holdfast.publish import explain_os_error, publish_bytes
 
 SYNC_SECONDS = 30.0
+STRETCH_BYTES = 32 << 20
 
 
 @dataclass
@@ -227,7 +228,10 @@ class Workspace:
                 _write_all(lengths, file.read(4 * part.sequences[key]))
                 ends = np.frombuffer(file.read(), "<i8") + key_state.sequences
             _write_all(documents, ends.astype("<i8").tobytes())
+            stretch = key_state.bytes // STRETCH_BYTES
             key_state.bytes += size
+            if stretch < key_state.bytes // STRETCH_BYTES:
+                begin_to_sync(tokens, stretch * STRETCH_BYTES, STRETCH_BYTES)
             key_state.sequences += part.sequences[key]
             key_state.documents += part.documents
         _write_all(self._bad, bad_lines)

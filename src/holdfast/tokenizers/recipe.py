@@ -4,6 +4,7 @@ The invariant: two recipes with one digest give the same ids for every text.
 """
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,6 +14,7 @@ import orjson
 from holdfast.errors import HoldfastError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
+MERGE = re.compile(r"^(?!#version)[^ \n]* [^ \n]*$", re.MULTILINE)
 TokenizerType = Literal[
     "GPT2BPETokenizer",
     "BertWordPieceLowerCase",
@@ -132,9 +134,8 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> Recipe:
     vocabulary = _json(vocab_file, vocabulary_bytes)
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise HoldfastError(f"{vocab_file} is no vocab.json of a byte-level BPE: it should map tokens to ids")
-    lines = merges_bytes.decode("utf-8", "replace").replace("\r\n", "\n").split("\n")
     # Left as "a b": 50,000 pairs of strings would take a tenth of a second to make, write and read.
-    merges = [line for line in lines if line.count(" ") == 1 and not line.startswith("#version")]
+    merges = MERGE.findall(merges_bytes.decode("utf-8", "replace").replace("\r\n", "\n"))
     eod = vocabulary.get(END_OF_TEXT, len(vocabulary))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     definition = {
