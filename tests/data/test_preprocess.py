@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.data.conftest import TokenizerFiles
 from tests.data.corpora import (
     dataset_bytes,
@@ -20,6 +22,7 @@ from tests.data.corpora import (
 
 import holdfast.data.making as module
 from holdfast import IndexedDataset, preprocess
+from holdfast.data.encode import _insert
 from holdfast.errors import HoldfastError, UsageError
 
 
@@ -275,3 +278,12 @@ def test_a_tokenizer_is_trained_from_the_same_inputs(tmp_path: Path) -> None:
     )
     assert bad.returncode == 1
     assert "no key 'body'" in bad.stderr
+
+
+@settings(max_examples=50)
+@given(lengths=st.lists(st.integers(0, 5), max_size=20), scale=st.sampled_from([1, 1000]), ended=st.booleans())
+def test_a_token_goes_behind_each_document_short_or_long(lengths: list[int], scale: int, ended: bool) -> None:
+    positions = np.unique(np.cumsum(np.array(lengths, np.int64) * scale))
+    ids = np.arange(int(positions.max(initial=0)) + (0 if ended else 3), dtype=np.uint32)
+    got = _insert(ids, positions, 7, np.uint16)
+    assert got.dtype == np.uint16 and np.array_equal(got, np.insert(ids.astype(np.uint16), positions, 7))

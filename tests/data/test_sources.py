@@ -22,6 +22,7 @@ from holdfast.data.plan import Share, plan
 from holdfast.data.sources import InputFile, source_named
 from holdfast.data.sources.compressed import decoding_starts
 from holdfast.data.sources.inputs import find_inputs
+from holdfast.data.sources.jsonl import _views, parse_lines
 from holdfast.data.sources.lines import unit_lines, whole_lines
 from holdfast.errors import HoldfastError
 
@@ -244,3 +245,30 @@ def test_blocks_of_whole_lines_lose_nothing(parts: list[bytes], size: int) -> No
 def test_shares_cover_every_position_once(positions: list[int], count: int) -> None:
     for position in positions:
         assert sum(Share(index, count).owns(position, 1001) for index in range(count)) == 1
+
+
+@pytest.mark.parametrize("length", [10, 5_000], ids=["short", "long"])
+@settings(max_examples=50)
+@given(
+    kinds=st.lists(st.sampled_from(["text", "blank", "crlf", "null", "broken", "list"]), max_size=12), end=st.booleans()
+)
+def test_each_line_is_a_document_or_bad_or_blank_however_long_lines_are(
+    length: int, kinds: list[str], end: bool
+) -> None:
+    text = "ä" * length
+    line = {
+        "text": json.dumps({"text": text}, ensure_ascii=False).encode(),
+        "blank": b"",
+        "crlf": json.dumps({"text": text}).encode() + b"\r",
+        "null": b'{"text": null}',
+        "broken": b'{"text": "' + text.encode(),
+        "list": json.dumps({"text": [text, "b"]}).encode(),
+    }
+    data = b"\n".join(line[kind] for kind in kinds) + (b"\n" if end and kinds else b"")
+    batch = parse_lines(data, ["text"])
+    documents = [[text, "b"] if kind == "list" else text for kind in kinds if kind in ("text", "crlf", "list")]
+    assert batch.values == [documents] and batch.size == len(data)
+    assert [bad.line for bad in batch.bad] == [i for i, kind in enumerate(kinds) if kind in ("null", "broken")]
+    lines = data.split(b"\n")
+    assert batch.lines == len(lines) - (not lines[-1])
+    assert [bytes(view) for view in _views(data)] == lines[: batch.lines]

@@ -364,6 +364,7 @@ class Bench:
 
 def measure(command: Sequence[str]) -> Measured:
     """Wall time, CPU time and peak memory (summed over the processes) of a command and all that it starts."""
+    os.sync()  # what the one before it has left to be written is not its affair
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     peak, done = 0, threading.Event()

@@ -13,6 +13,9 @@ import numpy.typing as npt
 from holdfast.data.indexed import Array
 from holdfast.tokenizers import Tokenizer
 
+# From here on, copying stretch by stretch is quicker than with a mask.
+LONG_STRETCH_TOKENS = 512
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -57,6 +60,14 @@ def _flatten(documents: Sequence[str | list[str]]) -> tuple[Sequence[str], npt.N
 def _insert(ids: Array, positions: Array, token: int, dtype: npt.DTypeLike) -> Array:
     """`ids` with `token` before each of the ascending positions, in the dtype of the file."""
     spread = np.empty(len(ids) + len(positions), dtype)
+    if len(ids) > LONG_STRETCH_TOKENS * len(positions):
+        start = 0
+        for shift, end in enumerate(positions.tolist()):
+            spread[start + shift : end + shift] = ids[start:end]
+            spread[end + shift] = token
+            start = end
+        spread[start + len(positions) :] = ids[start:]
+        return spread
     keep = np.ones(len(spread), bool)
     keep[positions + np.arange(len(positions))] = False
     spread[keep] = ids

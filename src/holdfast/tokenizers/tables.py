@@ -3,12 +3,33 @@ built beside other work, and `build` then only waits for the rest."""
 
 import os
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 from holdfast.tokenizers.recipe import Recipe
 
-_begun: dict[str, Future[Any]] = {}
+
+class _Building(threading.Thread):
+    """Not a Future: loading those takes as long as a tenth of the tables."""
+
+    def __init__(self, definition: str) -> None:
+        super().__init__(name="fastokens-tables", daemon=True)
+        self._definition = definition
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._built = _build(self._definition)
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._built
+
+
+_begun: dict[str, _Building] = {}
 
 
 def are_needed(recipe: Recipe, engine: str) -> bool:
@@ -18,16 +39,8 @@ def are_needed(recipe: Recipe, engine: str) -> bool:
 
 def begin(definition: str) -> None:
     """Starts to build the tables of a tokenizer.json in a thread; the next `build` of the same takes them."""
-    future: Future[Any] = Future()
-    _begun[definition] = future
-
-    def work() -> None:
-        try:
-            future.set_result(_build(definition))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="fastokens-tables", daemon=True).start()
+    _begun[definition] = _Building(definition)
+    _begun[definition].start()
 
 
 def build(definition: str) -> Any:

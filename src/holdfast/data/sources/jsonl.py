@@ -4,7 +4,7 @@ The invariant: each line is a document, a bad line with a reason, or blank; the 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -13,6 +13,8 @@ from holdfast.data.sources import BadLine, Batch, InputFile, Unit, Value
 from holdfast.data.sources.lines import line_units, unit_lines
 
 UTF8_BOM = b"\xef\xbb\xbf"
+BEGINNING_BYTES = 64 << 10
+LONG_LINE_BYTES = 1 << 10
 
 
 def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
@@ -28,10 +30,8 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
 
 def parse_lines(data: bytes, keys: Sequence[str]) -> Batch:
     """The documents of whole lines. Blank lines are passed over; Megatron hangs on them."""
-    lines = data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
     loads = orjson.loads
+    lines = _lines(data)
     try:
         if len(keys) == 1:
             key = keys[0]
@@ -41,10 +41,34 @@ def parse_lines(data: bytes, keys: Sequence[str]) -> Batch:
             values = [[record[key] for record in records] for key in keys]
         # One pass at C speed: only strings, which is nearly every corpus.
         if all(set(map(type, column)) <= {str} for column in values):
-            return Batch(values, len(lines), len(data))
+            return Batch(values, len(values[0]), len(data))
     except (ValueError, KeyError, TypeError, IndexError):
         pass
-    return _parse_carefully(lines, keys, len(data))
+    return _parse_carefully(_split(data), keys, len(data))
+
+
+def _lines(data: bytes) -> Iterable[bytes | memoryview]:
+    """The lines; long ones without a copy of each, which costs more than it saves where they are short."""
+    beginning = min(len(data), BEGINNING_BYTES)
+    if data.count(b"\n", 0, beginning) * LONG_LINE_BYTES > beginning:
+        return _split(data)
+    return _views(data)
+
+
+def _split(data: bytes) -> list[bytes]:
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _views(data: bytes) -> Iterator[memoryview]:
+    view, start = memoryview(data), 0
+    while (end := data.find(b"\n", start)) >= 0:
+        yield view[start:end]
+        start = end + 1
+    if start < len(data):
+        yield view[start:]
 
 
 def _parse_carefully(lines: Sequence[bytes], keys: Sequence[str], size: int) -> Batch:
