@@ -45,7 +45,7 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 # What takes long to get ready is called before the command line is read, by a program that has done nothing else yet.
-AHEAD = {"preprocess": "holdfast.data.crew:call_ahead"}
+AHEAD = {"preprocess": "holdfast.data.ahead:call_ahead"}
 
 
 def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:

@@ -5,21 +5,19 @@ The invariant: when a Crew is closed, for whatever reason, none of its processes
 
 import contextlib
 import itertools
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import holdfast
+from holdfast.data import ahead
 from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:  # the caller wants its workers started before anything heavy is loaded
@@ -29,23 +27,13 @@ if TYPE_CHECKING:  # the caller wants its workers started before anything heavy 
 
 # Not `-m`: what a worker pickles must come from a module of the same name as here.
 START = "from holdfast.data.muster import main; main()"
-# One worker is one thread: pools that size themselves by the machine would fight over it.
-ALONE = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "RAYON_NUM_THREADS": "1",
-    "FASTOKENS_BPE_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 class Leader:
     """The process that a crew is led by, in a session of its own: Ctrl-C reaches the caller alone, which then ends it."""
 
-    def __init__(self, start: Callable[[socket.socket], "Process"]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = start(theirs)
+    def __init__(self) -> None:
+        self.process, ours = ahead.waiting.pop() if ahead.waiting else started_anew()
         self._control = Connection(ours.detach())
 
     def tell(self, message: object) -> None:
@@ -65,8 +53,23 @@ class Leader:
         self._control.close()
 
 
+def started_anew() -> tuple["Process", socket.socket]:
+    """Knows nothing of its caller, which may have any number of threads and libraries that do not stand a fork."""
+    package = str(Path(holdfast.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", START],
+            stdin=theirs.fileno(),
+            env={**os.environ, **ahead.ALONE, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+    return process, ours
+
+
 class Process(Protocol):
-    """What a Leader's caller asks of its process."""
+    """What is asked of a Leader's process, however it began."""
 
     pid: int
 
@@ -75,65 +78,11 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def started_anew(theirs: socket.socket) -> Process:
-    """Knows nothing of its caller, which may have any number of threads and libraries that do not stand a fork."""
-    package = str(Path(holdfast.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **ALONE, "PYTHONPATH": path}
-    return subprocess.Popen(
-        [sys.executable, "-c", START], stdin=theirs.fileno(), env=environment, start_new_session=True
-    )
-
-
-class Forked:
-    """A copy of this process, with the modules that it has loaded."""
-
-    def __init__(self, theirs: socket.socket) -> None:
-        self.pid = os.fork()
-        self._status: int | None = None
-        if self.pid == 0:
-            try:
-                os.setsid()
-                from holdfast.data.muster import STANDARD_INPUT, main
-
-                os.dup2(theirs.fileno(), STANDARD_INPUT)
-                os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-                main()
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
-
-    def wait(self, timeout: float | None = None) -> int:
-        limit = time.monotonic() + (timeout or math.inf)
-        while (status := self.poll()) is None:
-            if time.monotonic() > limit:
-                raise subprocess.TimeoutExpired("a worker", timeout or 0.0)
-            time.sleep(0.002)
-        return status
-
-
-_called_ahead: list[Leader] = []
-
-
-def call_ahead() -> None:
-    """Starts the process that will lead the next crew, so that it loads its modules while its caller reads a command line.
-
-    Only for a program that does nothing else and has no threads yet. If there is no next crew, it goes with its caller."""
-    os.environ.update(ALONE)
-    _called_ahead.append(Leader(Forked))
-
-
 class Crew:
     """Worker processes. They get ready while the caller is still finding out what there is to do; `begin` tells them."""
 
     def __init__(self, workers: int) -> None:
-        self._leader = _called_ahead.pop() if _called_ahead else Leader(started_anew)
+        self._leader = Leader()
         self._leader.tell(workers)
         self._connections = [self._leader.connect() for _ in range(workers)]
         self._units: Iterator[tuple[int, Unit]] = iter(())

@@ -12,9 +12,8 @@ import threading
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
+from holdfast.data.ahead import STANDARD_INPUT
 from holdfast.tokenizers import tables
-
-STANDARD_INPUT = 0
 
 
 def main() -> None:
