@@ -21,14 +21,15 @@ STANDARD_INPUT = 0
 class Forked:
     """A copy of this process; to be waited for as those of subprocess are."""
 
-    def __init__(self, theirs: socket.socket) -> None:
+    def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
         self.pid = os.fork()
         self._status: int | None = None
         if self.pid == 0:
             try:
                 os.setsid()
+                ours.close()  # only the caller's own end may keep it open
                 os.dup2(theirs.fileno(), STANDARD_INPUT)
-                os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+                theirs.close()
                 from holdfast.data.muster import main
 
                 main()
@@ -64,4 +65,4 @@ def call_ahead() -> None:
     os.environ.update(ALONE)
     ours, theirs = socket.socketpair()
     with theirs:
-        waiting.append((Forked(theirs), ours))
+        waiting.append((Forked(ours, theirs), ours))
