@@ -13,7 +13,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from holdfast import flags
+from holdfast.assets.command import fetch
 from holdfast.data.command import merge, preprocess, train_tokenizer
+from holdfast.snapshot.command import persist
 
 COMMANDS = [preprocess, merge, train_tokenizer]
 VALUES = ["a", "a b", "3", "07", "", "-", "-3", "None", "True", "fast", "bpe", "skip", "é", "²", "--", "--json"]
@@ -60,6 +62,12 @@ def test_what_is_read_without_tyro_is_what_tyro_reads(command, data):
     event("left to tyro" if plain is None else "read without tyro")
     if plain is not None:
         assert by_tyro(command, arguments) == plain
+
+
+@pytest.mark.parametrize("command", [fetch, persist])
+def test_a_command_with_arguments_without_flags_is_left_to_tyro(command):
+    assert flags.read_plainly(command, []) is None
+    assert flags.read_plainly(command, ["--json"]) is None
 
 
 def test_a_plain_line_of_preprocess_needs_no_tyro():

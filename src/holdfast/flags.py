@@ -31,8 +31,10 @@ def call(command: Callable[..., Any], prog: str, arguments: Sequence[str]) -> An
 
 
 def read_plainly(command: Callable[..., Any], arguments: Sequence[str]) -> dict[str, Any] | None:
-    """The values that tyro would read from a plain command line; None for any other."""
+    """The values that tyro would read from a plain command line; None for any other, and where arguments have no flag."""
     parameters = inspect.signature(command).parameters
+    if any(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters.values()):
+        return None
     hints = get_type_hints(command, include_extras=True)
     values: dict[str, Any] = {}
     rest = list(arguments)
