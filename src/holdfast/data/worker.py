@@ -1,7 +1,7 @@
 """A worker of `preprocess`: takes units from its connection, writes each as a part, answers with what the part holds.
 
 `muster` is where its process starts. It loads the tokenizer once and forks the other workers, so that a crowd of them shares one
-copy of it and the caller's own process is never forked.
+copy of it. The caller's own process is forked only by the program, before it has loaded anything (`ahead`).
 The invariant: a worker lives no longer than the other end of its connection, and a part that is answered for is complete.
 """
 
