@@ -18,13 +18,14 @@ def append_file(source: int, start: int, destination: int, count: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
                 raise
-            copied = _write(destination, os.pread(source, min(count, FALLBACK_BYTES), start))
+            copied = 0
         if not copied:
-            # Some file systems answer 0 where they should refuse; reading tells a short file from that.
+            # Some file systems answer 0 where they should refuse; reading tells a short file from both.
             piece = os.pread(source, min(count, FALLBACK_BYTES), start)
             if not piece:
                 raise EOFError(f"the file ends {count} bytes too early")
-            copied = _write(destination, piece)
+            write_all(destination, piece)
+            copied = len(piece)
         start += copied
         count -= copied
 
@@ -37,8 +38,7 @@ def begin_to_sync(descriptor: int, start: int, count: int) -> None:
         libc.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), SYNC_FILE_RANGE_WRITE)
 
 
-def _write(destination: int, content: bytes) -> int:
+def write_all(destination: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(destination, view) :]
-    return len(content)

@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from holdfast.data.append import append_file, begin_to_sync
+from holdfast.data.append import append_file, begin_to_sync, write_all
 from holdfast.data.indexed import IndexPart, write_index
 from holdfast.data.worker import Part, part_path
 from holdfast.errors import HoldfastError
@@ -225,16 +225,16 @@ class Workspace:
             with source.open("rb") as file:
                 append_file(file.fileno(), 0, tokens, size)
                 file.seek(size)
-                _write_all(lengths, file.read(4 * part.sequences[key]))
+                write_all(lengths, file.read(4 * part.sequences[key]))
                 ends = np.frombuffer(file.read(), "<i8") + key_state.sequences
-            _write_all(documents, ends.astype("<i8").tobytes())
+            write_all(documents, ends.astype("<i8").tobytes())
             stretch = key_state.bytes // STRETCH_BYTES
             key_state.bytes += size
             if stretch < key_state.bytes // STRETCH_BYTES:
                 begin_to_sync(tokens, stretch * STRETCH_BYTES, STRETCH_BYTES)
             key_state.sequences += part.sequences[key]
             key_state.documents += part.documents
-        _write_all(self._bad, bad_lines)
+        write_all(self._bad, bad_lines)
         if part.file != state.file:
             self._end_file()
             state.file, state.line, state.offset, state.digest = part.file, 0, 0, ""
@@ -295,9 +295,3 @@ class Workspace:
 
 def _mapped(path: Path, dtype: str, count: int) -> Any:
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
