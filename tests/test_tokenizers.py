@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.tokenizers import Tokenizer, build_tokenizer
-from holdfast.tokenizers.training import train_tokenizer
+from holdfast.tokenizers.training import TokenizerKind, train_tokenizer
 from tests.data.corpora import NASTY, every_code_point, gpt2_folder
 
 TEXTS = [text for text in NASTY if isinstance(text, str)]
@@ -240,3 +240,30 @@ def test_training_refuses_what_cannot_work(tmp_path: Path, size: int, texts: lis
     with pytest.raises(HoldfastError, match=message):
         train_tokenizer(texts, tmp_path, size)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "wordpiece-cased"])
+def test_a_wordpiece_vocabulary_is_the_same_every_time_and_no_larger_than_told(
+    tmp_path: Path, kind: TokenizerKind
+) -> None:
+    """As special tokens the pieces that continue words have an order; without that the library gives another file each time."""
+    texts = [*LEARNT, *random_texts(), "漢字と仮名の文 한국어 Ελληνικά"]
+    sizes = {}
+    for size in (7, 60, 400, 5000):
+        files = [
+            train_tokenizer(given, tmp_path / f"{size}-{number}", size, kind)[0].read_bytes()
+            for number, given in enumerate((texts, iter(texts), texts))
+        ]
+        assert len(set(files)) == 1
+        sizes[size] = len(files[0].splitlines())
+    assert sizes[7] == 7 and 55 <= sizes[60] <= 60 and sizes[400] == 400 and sizes[5000] <= 5000
+    with pytest.raises(UsageError, match="starts at 7"):
+        train_tokenizer(texts, tmp_path / "none", 6, kind)
+
+
+def test_a_vocabulary_too_small_for_all_characters_keeps_the_frequent_ones(tmp_path: Path) -> None:
+    texts = ["the cat sat on the mat " * 50, "".join(map(chr, range(0x3B1, 0x3C9)))]
+    (vocab,) = train_tokenizer(texts, tmp_path, 30, "wordpiece")
+    pieces = set(vocab.read_text().splitlines())
+    assert {"t", "##a"} <= pieces and not pieces & set(texts[1])
+    assert {"the", "cat"} & pieces, "room is left for words"

@@ -277,7 +277,31 @@ def test_a_tokenizer_is_trained_from_the_same_inputs(tmp_path: Path) -> None:
         [*words, "--output-dir", str(tmp_path / "x"), "--json-keys", "body"], capture_output=True, text=True
     )
     assert bad.returncode == 1
-    assert "no key 'body'" in bad.stderr
+    assert f"{source / 'a.jsonl'}:1: bad line at byte 0: " in bad.stderr and "no key 'body'" in bad.stderr
+
+
+def test_a_tokenizer_is_trained_past_bad_lines_and_from_standard_input(tmp_path: Path) -> None:
+    lines = prose(60)
+    source = tmp_path / "a.jsonl"
+    write_lines(source, [*lines[:40], b"{", *lines[40:]])
+    words = [sys.executable, "-m", "holdfast.cli", "tokenizer", "train", "--type", "wordpiece", "--vocab-size", "300"]
+
+    def train(input: str, name: str, *more: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [*words, "--input", input, "--output-dir", str(tmp_path / name), *more],
+            capture_output=True,
+            input=b"\n".join(lines),
+        )
+
+    bad = train(str(source), "x")
+    assert bad.returncode == 1
+    assert f"{source}:41: bad line at byte {sum(map(len, lines[:40])) + 40}: ".encode() in bad.stderr
+    assert not (tmp_path / "x").exists()
+    past = train(str(source), "past", "--on-bad-line", "skip", "--json")
+    assert past.returncode == 3 and b"1 bad lines were left out" in past.stderr
+    assert json.loads(past.stdout) == {"files": [str(tmp_path / "past/vocab.txt")], "bad_lines": 1}
+    assert train("-", "piped").returncode == 0
+    assert (tmp_path / "piped/vocab.txt").read_bytes() == (tmp_path / "past/vocab.txt").read_bytes()
 
 
 @settings(max_examples=50)

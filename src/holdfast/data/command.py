@@ -1,7 +1,6 @@
 """The verbs of the data stage: tokenizer train, preprocess, merge."""
 
 import sys
-from collections.abc import Iterator
 from typing import Literal
 
 from holdfast.flags import Words, words
@@ -148,6 +147,8 @@ def train_tokenizer(
     vocab_size: int = 32000,
     type: Literal["bpe", "wordpiece", "wordpiece-cased"] = "bpe",
     json_keys: Words = TEXT,
+    on_bad_line: Literal["fail", "skip"] = "fail",
+    json: bool = False,
 ) -> None:
     """Learn a tokenizer from your own text: vocab.json and merges.txt (bpe), or vocab.txt (wordpiece).
 
@@ -156,27 +157,26 @@ def train_tokenizer(
     Args:
         input: As for preprocess: files, globs, folders; JSON lines, .parquet, .txt, plain or compressed.
         output_dir: Folder for the files.
-        vocab_size: Number of tokens to learn.
+        vocab_size: Number of tokens to learn. A wordpiece vocabulary too small for all characters keeps the frequent ones.
         type: bpe is GPT-2's byte-level BPE; wordpiece is BERT's, lower-cased or cased.
         json_keys: Keys whose texts are learnt from.
+        on_bad_line: fail stops at the first line that is no document; skip leaves such lines out.
+        json: Print the paths as JSON.
     """
+    from holdfast.data.texts import Texts
+    from holdfast.progress import progress, say
     from holdfast.tokenizers.training import train_tokenizer as train
 
-    for path in train(_texts(input, json_keys), output_dir, vocab_size, type):
-        print(path)
+    with progress("tokenizer train") as bar:
+        texts = Texts(input, json_keys, on_bad_line, bar)
+        # Standard input cannot be read again.
+        paths = train(iter(texts) if "-" in input else texts, output_dir, vocab_size, type)
+    if json:
+        import orjson
 
-
-def _texts(names: tuple[str, ...], keys: tuple[str, ...]) -> Iterator[str]:
-    """The texts of all documents, in the order of the input."""
-    from holdfast.data.plan import plan
-    from holdfast.data.sources import read_unit
-    from holdfast.data.sources.inputs import find_inputs
-    from holdfast.errors import HoldfastError
-
-    for unit in plan(find_inputs(names)):
-        for batch in read_unit(unit, keys):
-            if batch.bad:
-                raise HoldfastError(f"{unit.path}: bad line: {batch.bad[0].reason}")
-            for column in batch.values:
-                for value in column:
-                    yield from [value] if isinstance(value, str) else value
+        print(orjson.dumps({"files": [str(path) for path in paths], "bad_lines": texts.bad_lines}).decode())
+    else:
+        print(*paths, sep="\n")
+    if texts.bad_lines:
+        say(f"{texts.bad_lines:,} bad lines were left out")
+        sys.exit(BAD_LINES_EXIT_CODE)

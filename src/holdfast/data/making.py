@@ -25,7 +25,7 @@ from holdfast.data.provenance import (
     versions,
 )
 from holdfast.data.report import Report
-from holdfast.data.sources import InputFile, Unit
+from holdfast.data.sources import InputFile, Unit, bad_line_error
 from holdfast.data.worker import Answer, Job, Part, give_back_memory
 from holdfast.data.workspace import Workspace
 from holdfast.errors import HoldfastError
@@ -185,10 +185,7 @@ def _append_ready(request: Request, workspace: Workspace) -> list[Part]:
         lines = _bad_lines(request, workspace, part) if part.bad else []
         if lines and request.on_bad_line == "fail":
             first = lines[0]
-            raise HoldfastError(
-                f"{first['file']}:{first['line']}: bad line at byte {first['offset']}: {first['reason']}; "
-                "mend it, or pass --on-bad-line skip to leave such lines out"
-            )
+            raise bad_line_error(first["file"], first["line"], first["offset"], first["reason"])
         workspace.append(part, b"".join(orjson.dumps(line) + b"\n" for line in lines))
         appended.append(part)
     return appended

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,14 @@ class Training:
 def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
     """Text, tokenizer, dataset. Returns the tokenizer's folder, the dataset's prefix and the numbers."""
     from holdfast.data.preprocess import preprocess
+    from holdfast.data.texts import Texts
     from holdfast.tokenizers.training import train_tokenizer
 
     corpus, tokenizer = work / "corpus.jsonl", work / "tokenizer"
     files, size = collect_standard_library(corpus)
     say(f"1. text         {files:,} files of the Python standard library, {size / 1e6:.1f} MB")
     start = time.perf_counter()
-    train_tokenizer(_texts(corpus), tokenizer, VOCABULARY)
+    train_tokenizer(Texts([corpus]), tokenizer, VOCABULARY)
     say(f"2. tokenizer    {VOCABULARY:,} tokens learnt in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     summary = preprocess(
@@ -63,14 +63,6 @@ def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
     seconds = time.perf_counter() - start
     say(f"3. dataset      {summary.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.0f} MB/s")
     return tokenizer, work / "stdlib_text_document", {"documents": files, "bytes": size, "tokens": summary.tokens}
-
-
-def _texts(corpus: Path) -> Iterator[str]:
-    import orjson
-
-    with corpus.open("rb") as lines:
-        for line in lines:
-            yield orjson.loads(line)["text"]
 
 
 def train(work: Path, name: str, tokenizer: Path, prefix: Path, kill_at: int | None) -> Training:

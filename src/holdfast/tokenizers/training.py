@@ -1,12 +1,13 @@
 """Training a tokenizer on the user's own text, with the tokenizers library, in the formats that everyone reads.
 
-Byte-level BPE gives GPT-2's vocab.json and merges.txt; the same texts give the same files. WordPiece gives BERT's vocab.txt;
-there the library orders equally frequent pieces differently from run to run.
+Byte-level BPE gives GPT-2's vocab.json and merges.txt, WordPiece gives BERT's vocab.txt; the same texts give the same files.
 """
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import orjson
 
@@ -14,18 +15,27 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.publish import publish_bytes
 from holdfast.tokenizers.recipe import END_OF_TEXT
 
+if TYPE_CHECKING:
+    from tokenizers import normalizers
+
 TokenizerKind = Literal["bpe", "wordpiece", "wordpiece-cased"]
 BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+CHARACTERS_REMEMBERED = 50_000_000
 
 
 def train_tokenizer(
     texts: Iterable[str], output_dir: Path | str, vocab_size: int, kind: TokenizerKind = "bpe"
 ) -> tuple[Path, ...]:
-    """Learns a vocabulary of at most `vocab_size` tokens and publishes its files; returns their paths."""
+    """Learns a vocabulary of at most `vocab_size` tokens and publishes its files; returns their paths.
+
+    For a WordPiece vocabulary the texts are read twice; those of an iterator are kept in memory for that.
+    """
     folder = Path(output_dir)
-    smallest = 257 if kind == "bpe" else len(BERT_SPECIAL) + 1
+    smallest = 257 if kind == "bpe" else len(BERT_SPECIAL) + 2
     if vocab_size < smallest:
         raise UsageError(f"--vocab-size {vocab_size} is too small: a {kind} vocabulary starts at {smallest}")
+    if kind != "bpe" and isinstance(texts, Iterator):
+        texts = list(texts)
     counted = _Counted(texts)
     files = (
         _train_bpe(counted, vocab_size) if kind == "bpe" else _train_wordpiece(counted, vocab_size, kind == "wordpiece")
@@ -74,13 +84,80 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, bytes]:
 
 
 def _train_wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> dict[str, bytes]:
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    """Reads the characters first, then learns.
+
+    The library numbers the characters that continue a word (##a) as they come out of a hash table, and of equally frequent pairs
+    prefers the one with the lower numbers. Given to it in their order, as special tokens, they have the same numbers every time.
+    """
+    counts: Counter[str] = Counter()
+    first = set(_learn_wordpiece(_counting(texts, counts), 0, lowercase, BERT_SPECIAL)) - set(BERT_SPECIAL)
+    inside = {piece[2:] for piece in first if len(piece) == 3 and piece.startswith("##")}
+    alphabet = _most_frequent({piece for piece in first if len(piece) == 1}, inside, counts, vocab_size, lowercase)
+    special = [*BERT_SPECIAL, *(f"##{character}" for character in alphabet if character in inside)]
+    return {"vocab.txt": "\n".join([*_learn_wordpiece(texts, vocab_size, lowercase, special, alphabet), ""]).encode()}
+
+
+def _most_frequent(
+    characters: set[str], inside: set[str], counts: Counter[str], vocab_size: int, lowercase: bool
+) -> list[str]:
+    """All characters if the vocabulary has room for them; if not, the most frequent ones, and half of it is left for words."""
+    room = vocab_size - len(BERT_SPECIAL)
+    if len(characters) + len(inside) <= room:
+        return sorted(characters)
+    normalizer = _bert_normalizer(lowercase)
+    frequency: Counter[str] = Counter()
+    for character, count in counts.items():
+        for part in normalizer.normalize_str(character):
+            frequency[part] += count
+    kept, taken = [], 0
+    for character in sorted(characters, key=lambda one: (-frequency[one], one)):
+        taken += 2 if character in inside else 1
+        if taken > max(room // 2, 2):
+            break
+        kept.append(character)
+    return sorted(kept)
+
+
+def _learn_wordpiece(
+    texts: Iterable[str],
+    vocab_size: int,
+    lowercase: bool,
+    special: Sequence[str],
+    alphabet: Sequence[str] | None = None,
+) -> list[str]:
+    """The pieces in their order. Of an `alphabet` no other character is used; without one it is that of the texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.normalizer = _bert_normalizer(lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=BERT_SPECIAL, show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=list(alphabet or ()),
+        limit_alphabet=sys.maxunicode + 1 if alphabet is None else len(alphabet),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     vocabulary = tokenizer.get_vocab()
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    return {"vocab.txt": "\n".join([*tokens, ""]).encode()}
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def _bert_normalizer(lowercase: bool) -> "normalizers.BertNormalizer":
+    from tokenizers import normalizers
+
+    return normalizers.BertNormalizer(lowercase=lowercase)
+
+
+def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
+    """The texts' words, few of them twice: enough to see every character in every place, in a fraction of the time."""
+    seen: set[str] = set()
+    remembered = 0
+    for text in texts:
+        counts.update(text)
+        if remembered > CHARACTERS_REMEMBERED:
+            seen, remembered = set(), 0
+        new = " ".join(set(text.split(" ")) - seen)
+        seen.update(new.split(" "))
+        remembered += len(new)
+        yield new

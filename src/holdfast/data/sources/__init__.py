@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from holdfast.errors import HoldfastError
+
 Value = str | list[str]
 
 SOURCES = {
@@ -62,6 +64,14 @@ class BadLine:
     line: int
     offset: int
     reason: str
+
+
+def bad_line_error(path: str, line: int, offset: int, reason: str) -> HoldfastError:
+    """What is said of a line of the file, counted from 1, where such lines end the run."""
+    return HoldfastError(
+        f"{path}:{line}: bad line at byte {offset}: {reason}; "
+        "mend it, or pass --on-bad-line skip to leave such lines out"
+    )
 
 
 @dataclass
