@@ -9,6 +9,7 @@ torch is imported.
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -21,6 +22,7 @@ from holdfast.errors import HoldfastError
 from holdfast.journal import PatientJournal
 from holdfast.snapshot.arena import Arena, DamagedError
 from holdfast.snapshot.desk import FINISHED, RUNNING, STOPPED, Desk
+from holdfast.snapshot.meeting import Meeting, meetings_in, remove_meetings
 from holdfast.snapshot.persisting import (
     OvertakenError,
     common_steps,
@@ -29,14 +31,19 @@ from holdfast.snapshot.persisting import (
     write_checkpoint,
 )
 from holdfast.snapshot.place import Place, lock_keeper, open_arenas, read_json, write_json
-from holdfast.snapshot.wishes import TRIGGERS
+from holdfast.snapshot.wishes import SAVE, STOP, TRIGGERS
 
+INVITED = "another node asks"
 ROUND_SECONDS = 0.05
 LINGER_SECONDS = 600.0
 VERIFY_SECONDS = 5.0
 RETRY_SECONDS = 5.0
 STACKS_SECONDS = 0.3
 SAVE_PATIENCE = 60.0
+MEETING_PATIENCE = 15.0
+MEETING_KEPT_SECONDS = 60.0
+INVITATION_SECONDS = 1.0
+ENDING_SECONDS = 20.0
 
 
 class Keeper:
@@ -46,7 +53,9 @@ class Keeper:
         self.settings: dict[str, Any] = {}
         self._jobs: list[dict[str, Any]] = []
         self._reported: set[tuple[int, int, str]] = set()
-        self._next_verify = 0.0
+        self._next_verify = self._next_invitation = 0.0
+        self._last_meeting = time.monotonic()
+        self._attended: set[str] = set()
         self._dead_since: float | None = None
         self._ending = False
         signal.signal(signal.SIGTERM, self._end)
@@ -63,6 +72,7 @@ class Keeper:
             self._watch(desks)
             self._take_triggers()
             self._take_requests()
+            self._take_invitations()
             self._work_on_jobs()
             self._verify()
             if self._over(desks):
@@ -70,8 +80,21 @@ class Keeper:
             time.sleep(ROUND_SECONDS)
 
     @property
+    def _nodes(self) -> list[str]:
+        """In the order of their ranks."""
+        return list(dict.fromkeys(self.settings.get("nodes", [])))
+
+    @property
+    def _node(self) -> int:
+        return self._nodes.index(self.place.node)
+
+    @property
     def _several_nodes(self) -> bool:
-        return len(set(self.settings.get("nodes", []))) > 1
+        return len(self._nodes) > 1
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.place.folder / "checkpoints"
 
     def _desks(self) -> dict[int, Desk]:
         here = self.settings.get("here", [])
@@ -115,7 +138,7 @@ class Keeper:
             ranks=stand,
         )
         print(f"rank {rank} {kind} at step {desk['step']}: {desk.last_words or 'no last words'}; {stand}", flush=True)
-        self._jobs.append({"reason": kind, "step": None, "since": time.monotonic()})
+        self._jobs.append(_job(kind))
 
     def _hang(self, rank: int, desk: Desk, desks: dict[int, Desk]) -> None:
         for other in desks.values():
@@ -145,9 +168,8 @@ class Keeper:
         for name in TRIGGERS:
             trigger = self.place.folder / name
             if trigger.exists() and not any(job.get("trigger") == str(trigger) for job in self._jobs):
-                (self.place.path / "stop").write_text(name)
-                job = {"reason": name, "step": None, "trigger": str(trigger), "since": time.monotonic()}
-                self._jobs.append(job)
+                (self.place.path / STOP).write_text(name)
+                self._jobs.append(_job(name, trigger=str(trigger), stop=True))
 
     def _take_requests(self) -> None:
         known = {job.get("request") for job in self._jobs}
@@ -158,17 +180,49 @@ class Keeper:
             if record is None:
                 continue
             if record.get("stop"):
-                (self.place.path / "stop").write_text("persist --stop")
-            self._jobs.append(
-                {
-                    "reason": record["kind"],
-                    "step": record.get("step"),
-                    "retention": record.get("retention"),
-                    "request": path.name,
-                    "answer": record["kind"] == "persist",
-                    "since": time.monotonic(),
-                }
+                (self.place.path / STOP).write_text("persist --stop")
+            job = _job(
+                record["kind"],
+                step=record.get("step"),
+                retention=record.get("retention"),
+                request=path.name,
+                answer=record["kind"] == "persist",
+                stop=record.get("stop", False),
             )
+            self._jobs.append(job)
+            if job["reason"] == "save":
+                for other in self._jobs:
+                    if other.get("wished"):
+                        other.setdefault("save", job)
+
+    def _take_invitations(self) -> None:
+        """Several nodes: the keeper of another one wants a step written, and waits to hear what this node holds."""
+        now = time.monotonic()
+        if not self._several_nodes or now < self._next_invitation:
+            return
+        self._next_invitation = now + INVITATION_SECONDS
+        if not meetings_in(self._checkpoints):
+            self._last_meeting = now
+            return
+        waiting = self._who_waits()
+        if any(job["step"] is None for job in self._jobs):
+            self._last_meeting = now
+        elif waiting - self._attended:
+            self._jobs.append(_job(INVITED))
+        elif self._node == 0 and now - self._last_meeting > MEETING_KEPT_SECONDS:
+            remove_meetings(self._checkpoints)
+        self._attended |= waiting
+
+    def _who_waits(self) -> set[str]:
+        arenas = self.arenas()
+        try:
+            meeting = self._meeting(arenas)
+            return meeting.waiting() if meeting else set()
+        except OSError:
+            return set()  # the disk will be there again
+        finally:
+            for arena in arenas:
+                arena.close()
 
     def _work_on_jobs(self) -> None:
         for job in list(self._jobs):
@@ -180,6 +234,8 @@ class Keeper:
             except (HoldfastError, OSError) as error:
                 job["tries"] = job.get("tries", 0) + 1
                 job["not_before"] = time.monotonic() + min(60.0, RETRY_SECONDS * job["tries"])
+                job["trouble"] = str(error)
+                job.pop("stamp", None)
                 self.journal.event("refused", reason=str(error), step=job["step"], tries=job["tries"])
                 print(f"{job['reason']}: {error}; memory is kept, trying again", flush=True)
                 if job.get("answer"):
@@ -189,36 +245,81 @@ class Keeper:
                     arena.close()
 
     def _do(self, job: dict[str, Any], arenas: list[Arena]) -> None:
-        if self._stops_soon(job):
+        """One attempt; a job that waits, or has to try an older step, is there again in the next round."""
+        if self._trainers_see_to_it(job):
             return
-        steps = common_steps(arenas)
-        if job["step"] is not None:
-            if job["step"] in steps:
-                steps = [job["step"]]
-            elif time.monotonic() - job["since"] < SAVE_PATIENCE and not _passed(arenas, job["step"]):
-                return  # some rank is still copying
-            else:
-                steps = []
-        elif not steps and self._may_still_come(job):
-            return
+        damaged = job.setdefault("damaged", [])
+        steps = [step for step in common_steps(arenas) if step not in damaged]
         on_disk = dict(checkpoints_in(self.place.folder))
-        for step in steps:
-            if step in on_disk and job["step"] is None:
-                self._finish(job, on_disk[step], None)
+        step = steps[0] if steps else None
+        if job["step"] is not None:
+            step = job["step"] if job["step"] in steps else None
+            waited = time.monotonic() - job["since"] > SAVE_PATIENCE or _passed(arenas, job["step"])
+            if step is None and job["step"] not in damaged and not waited:
+                return  # some rank is still copying
+        elif step is None and self._may_still_come(job):
+            return
+        elif step is not None and step not in on_disk and self._several_nodes:
+            step, agreed = self._meet(job, arenas, steps)
+            if not agreed:
                 return
+        if step is None:
+            self._finish(job, None, f"no step is held whole in memory (asked for: {job['step'] or 'the newest'})")
+        elif step in on_disk and job["step"] is None:
+            self._finish(job, on_disk[step], None)
+        else:
             try:
                 self._finish(job, self._write(job, arenas, step), None)
-                return
             except OvertakenError:
-                return  # there is a newer one
+                job.pop("stamp", None)  # there is a newer one
             except DamagedError as error:
                 self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
-        self._finish(job, None, f"no step is held whole in memory (asked for: {job['step'] or 'the newest'})")
+                damaged.append(step)
+                job.pop("stamp", None)
 
-    def _stops_soon(self, job: dict[str, Any]) -> bool:
-        """Whether a run on several nodes is about to stop, as the job asks. While it trains, each keeper sees another step as the
-        newest, and they would wait for each other; all ranks stop after the same one."""
-        return "trigger" in job and self._several_nodes and self._may_still_come(job)
+    def _trainers_see_to_it(self, job: dict[str, Any]) -> bool:
+        """Several nodes that train: each keeper sees another step as the newest. So what is to be written is left to the ranks,
+        who agree on a step: the last one where they are to stop, and a save where they go on."""
+        if not self._several_nodes:
+            return False
+        if job.get("stop"):
+            return self._may_still_come(job)
+        if save := job.get("save"):
+            if save in self._jobs and not save.get("tries"):
+                return True
+            path = dict(checkpoints_in(self.place.folder)).get(save["step"])
+            self._finish(job, path, None if path else save.get("trouble", f"step {save['step']} was not saved"))
+            return True
+        train = all(desk.occupied() for desk in self._desks().values())
+        if job["reason"] in ("persist", "died") and train and self._may_still_come(job):
+            if not job.get("wished"):
+                job["wished"] = True
+                (self.place.path / SAVE).touch()
+            return True
+        return False
+
+    def _meet(self, job: dict[str, Any], arenas: list[Arena], steps: list[int]) -> tuple[int | None, bool]:
+        """Several nodes: the newest step that all of them hold, and whether they have said so. Who waited long enough goes its
+        own way, with the newest it holds; an invited one with none."""
+        stamp = job.setdefault("stamp", secrets.token_hex(8))
+        meeting = self._meeting(arenas)
+        agreed = meeting.agree(stamp, steps) if meeting else None
+        if agreed is not None:
+            return agreed, True
+        if time.monotonic() - job.setdefault("met", time.monotonic()) < MEETING_PATIENCE:
+            return None, False
+        if meeting:
+            meeting.leave(stamp)
+        return (None if job["reason"] == INVITED else steps[0]), True
+
+    def _meeting(self, arenas: list[Arena]) -> Meeting | None:
+        """Where this node meets the others; None as long as it holds nothing."""
+        for step in common_steps(arenas)[:1]:
+            held = held_at(arenas[0], step)
+            with contextlib.suppress(OvertakenError, DamagedError):
+                token = held.small["token"] if held else None
+                return Meeting(self._checkpoints, token, self._node, len(self._nodes)) if token else None
+        return None
 
     def _may_still_come(self, job: dict[str, Any]) -> bool:
         """Whether to look again for a step that all ranks hold: while they train, the first one may be on its way."""
@@ -233,7 +334,7 @@ class Keeper:
         keep = job["step"] is not None
         try:
             retention = tuple(job.get("retention") or (None, None))
-            path = write_checkpoint(arenas, step, self.place.folder / "checkpoints", (retention[0], retention[1]))
+            path = write_checkpoint(arenas, step, self._checkpoints, (retention[0], retention[1]))
             keep = False
         finally:
             # what a trainer asked to save stays pinned until it is on disk
@@ -312,7 +413,9 @@ class Keeper:
             return True
         self._dead_since = self._dead_since or time.monotonic()
         if self._ending:
-            self._persist_last()
+            deadline = time.monotonic() + ENDING_SECONDS
+            while not self._persist_last() and time.monotonic() < deadline:
+                time.sleep(ROUND_SECONDS)
             return True
         if time.monotonic() - self._dead_since > self.settings.get("linger_seconds", LINGER_SECONDS):
             if not self._persist_last():
@@ -323,15 +426,24 @@ class Keeper:
 
     def _persist_last(self) -> bool:
         """The newest common step is on disk, or there is none."""
-        job: dict[str, Any] = {"reason": "stopped", "step": None, "since": time.monotonic()}
-        self._jobs.append(job)
+        job = next((job for job in self._jobs if job["reason"] == "stopped"), None)
+        if job is None:
+            job = _job("stopped")
+            self._jobs.append(job)
         self._work_on_jobs()
         return job not in self._jobs
 
     def _free(self) -> None:
         if self._peers is not None:
             self._peers.close()
+        if self._several_nodes and self._node == 0:
+            remove_meetings(self._checkpoints)
         shutil.rmtree(self.place.path, ignore_errors=True)
+
+
+def _job(reason: str, **more: Any) -> dict[str, Any]:
+    """Something to be written: a step, or (None) the newest there is."""
+    return {"reason": reason, "step": None, "since": time.monotonic(), **more}
 
 
 def _passed(arenas: list[Arena], step: int) -> bool:

@@ -41,7 +41,7 @@ from holdfast.snapshot.resume import restore
 from holdfast.snapshot.smallstate import Extra, encode, random_state
 from holdfast.snapshot.starting import start_keeper
 from holdfast.snapshot.team import Team
-from holdfast.snapshot.wishes import Wishes
+from holdfast.snapshot.wishes import SAVE, STOP, Wishes
 
 KEEPER_CHECK_SECONDS = 2.0
 MOVE_IN_SECONDS = 10.0
@@ -99,11 +99,11 @@ class Snapshots:
         self._copy: Copy | None = None
         self._committed: int | None = None
         self._ready, self._sequence, self._step = -1, 0, 0
-        self._stop_agreed = self._save_waits = False
+        self._stop_agreed = self._save_waits = self._save_wished = False
         self._last_keeper_check = 0.0
         self.quarantine = Quarantine(self.folder)
         self._move_in()
-        self._wishes = Wishes(self.place.path / "stop", listen_to_signals)
+        self._wishes = Wishes(self.place.path, listen_to_signals)
 
     def _move_in(self) -> None:
         """Takes this rank's desk, refuses if somebody sits there, and sees to it that the node has a keeper."""
@@ -128,7 +128,8 @@ class Snapshots:
             raise
         self.desk.sit_down()
         if self.team.first_here:
-            (self.place.path / "stop").unlink(missing_ok=True)
+            for wish in (STOP, SAVE):
+                (self.place.path / wish).unlink(missing_ok=True)
             write_json(self.place.path / "settings.json", self._settings)
             for removed in remove_stale(self.place.path.parent.parent, self.place):
                 say(f"freed the memory of the run {removed}, which is dead")
@@ -173,9 +174,15 @@ class Snapshots:
         begin = time.perf_counter()
         self.desk.beat(3)
         self._finish_copy()
-        self.team.announce(self._ready, self._wishes.look() is not None)
+        if not self.team.one_node:
+            self._tell_the_team()
         self.desk.beat(2)
         self.stall_seconds += time.perf_counter() - begin
+
+    def _tell_the_team(self) -> None:
+        self._save_wished = self._save_wished or (self.team.first_here and self._wishes.take_save())
+        if self.team.announce(self._ready, self._wishes.look() is not None, self._save_wished):
+            self._save_wished = False
 
     def take(self, step: int) -> None:
         """Begins a snapshot of the state as it is after `step` steps; returns at once. A step that is held is not copied anew."""
@@ -282,9 +289,10 @@ class Snapshots:
         if self.team.one_node and self._ready in (-1, self._committed):
             return
         self.desk.beat(5)
-        committed, stop = self.team.committed(self._ready)
-        self._committed = committed if committed is not None else self._committed
-        self._stop_agreed |= stop
+        heard = self.team.hear(self._ready)
+        self._committed = heard.committed if heard.committed is not None else self._committed
+        self._stop_agreed |= heard.stop
+        self._save_waits |= heard.save
 
     def _begin_copy(self, step: int) -> None:
         self.desk.beat(4)

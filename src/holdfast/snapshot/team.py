@@ -7,7 +7,7 @@ runs on the device.
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,15 @@ from holdfast.snapshot.desk import Desk, desk_name
 from holdfast.snapshot.place import Place
 
 GATE_SECONDS = 10.0
+
+
+class Heard(NamedTuple):
+    committed: int | None
+    """The step that this rank has READY, if all have it."""
+    stop: bool = False
+    """Some rank wishes to stop."""
+    save: bool = False
+    """Some rank wishes a checkpoint."""
 
 
 class Team:
@@ -42,23 +51,26 @@ class Team:
         self.gather(None)
         self._desks = {rank: Desk(self.place.path / desk_name(rank)) for rank in self.here}
 
-    def announce(self, ready: int, wish: bool) -> None:
-        """Several nodes: tells all ranks the newest step this one has READY, and whether it wishes to stop. Does not wait."""
-        if not self.one_node and self._gate is None:
-            told = torch.tensor([ready, -ready, -int(wish)], dtype=torch.int64)
-            self._gate = (dist.all_reduce(told, dist.ReduceOp.MIN, group=self.group, async_op=True), told)
+    def announce(self, ready: int, stop: bool, save: bool) -> bool:
+        """Several nodes: tells all ranks the newest step this one has READY, and what it wishes. Does not wait; False if
+        what was told before has not been heard yet."""
+        if self._gate is not None:
+            return False
+        told = torch.tensor([ready, -ready, -int(stop), -int(save)], dtype=torch.int64)
+        self._gate = (dist.all_reduce(told, dist.ReduceOp.MIN, group=self.group, async_op=True), told)
+        return True
 
-    def committed(self, ready: int) -> tuple[int | None, bool]:
-        """The step `ready` if all ranks have it, else None; and (several nodes) whether any rank wishes to stop."""
+    def hear(self, ready: int) -> Heard:
+        """What all ranks hold; and, over several nodes, what they told each other."""
         if self.one_node:
-            return (ready if self._all_have(ready) else None), False
+            return Heard(ready if self._all_have(ready) else None)
         if self._gate is None:
-            return None, False
+            return Heard(None)
         work, told = self._gate
         self._gate = None
         work.wait()
-        lowest, minus_highest, minus_wish = told.tolist()
-        return (ready if lowest == ready == -minus_highest else None), minus_wish < 0
+        lowest, minus_highest, minus_stop, minus_save = told.tolist()
+        return Heard(ready if lowest == ready == -minus_highest else None, minus_stop < 0, minus_save < 0)
 
     def _all_have(self, step: int) -> bool:
         deadline = time.monotonic() + GATE_SECONDS

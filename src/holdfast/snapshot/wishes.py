@@ -1,7 +1,7 @@
-"""Wishes to stop: signals of the scheduler, files in the run folder, `holdfast persist --stop`.
+"""Wishes to stop: signals of the scheduler, files in the run folder, `holdfast persist --stop`; and, over several nodes, to save.
 
 The invariant: a handler only notes the wish; every rank acts on it after the same step. Files asked for: `persist` or
-`error.txt`.
+`error.txt`. The keeper hands wishes on as files in memory.
 """
 
 import signal
@@ -11,13 +11,14 @@ from types import FrameType
 from typing import Any
 
 TRIGGERS = ("persist", "error.txt")
+STOP, SAVE = "stop", "save"
 
 
 class Wishes:
     """What this rank has been asked. SIGTERM comes from torchrun, Slurm and Kubernetes; SIGUSR1 from Slurm's `--signal`."""
 
-    def __init__(self, stop_file: Path, listen: bool) -> None:
-        self._stop_file = stop_file
+    def __init__(self, memory: Path, listen: bool) -> None:
+        self._stop_file, self._save_file = memory / STOP, memory / SAVE
         self.reason: str | None = None
         self._previous: dict[int, Any] = {}
         if listen and threading.current_thread() is threading.main_thread():
@@ -36,6 +37,14 @@ class Wishes:
         if self.reason is None and self._stop_file.exists():
             self.reason = self._stop_file.read_text() or "asked"
         return self.reason
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since the last time; for one rank of each node."""
+        try:
+            self._save_file.unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def close(self) -> None:
         for number, handler in self._previous.items():

@@ -1,0 +1,71 @@
+"""The keepers of several nodes agree on a step to write: each says what it holds, and the one with rank 0 names the newest that
+all hold. After a crash the nodes' newest steps may differ; one that all of them hold is always there.
+
+They meet in a folder beside the checkpoints, on the disk that the nodes share. What a keeper says bears the stamp of its errand,
+and a choice bears the stamps that it is made from: so one that was made for an earlier errand is not mistaken for an answer.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.snapshot.place import read_json, write_json
+
+PREFIX = ".meeting."
+
+
+class Meeting:
+    """As one node sees it; `token` tells one start of the run from another."""
+
+    def __init__(self, checkpoints: Path, token: str, node: int, nodes: int) -> None:
+        self._folder = checkpoints / f"{PREFIX}{token}"
+        self._node, self._nodes = node, nodes
+
+    def agree(self, stamp: str, steps: Sequence[int]) -> int | None:
+        """Says what this node holds; the step to write once it is known, None before. Does not wait."""
+        said = {"stamp": stamp, "steps": list(steps)}
+        if read_json(self._path(self._node)) != said:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_json(self._path(self._node), said)
+        if self._node == 0:
+            self._choose()
+        choice = self._choice()
+        return choice["step"] if stamp in choice["stamps"] else None
+
+    def leave(self, stamp: str) -> None:
+        """This node waits no longer: nobody should count on what it said."""
+        said = read_json(self._path(self._node))
+        if said and said["stamp"] == stamp and stamp not in self._choice()["stamps"]:
+            self._path(self._node).unlink(missing_ok=True)
+
+    def waiting(self) -> set[str]:
+        """The stamps of other nodes that have not been answered."""
+        others = (read_json(self._path(node)) for node in range(self._nodes) if node != self._node)
+        return {said["stamp"] for said in others if said} - set(self._choice()["stamps"])
+
+    def _choose(self) -> None:
+        """When every node has said something since the last choice."""
+        said = [read_json(self._path(node)) for node in range(self._nodes)]
+        if not all(said):
+            return
+        stamps = [one["stamp"] for one in said]
+        common = set.intersection(*(set(one["steps"]) for one in said))
+        if common and not set(stamps) & set(self._choice()["stamps"]):
+            write_json(self._folder / "choice.json", {"step": max(common), "stamps": stamps})
+
+    def _choice(self) -> dict[str, Any]:
+        return read_json(self._folder / "choice.json") or {"step": None, "stamps": []}
+
+    def _path(self, node: int) -> Path:
+        return self._folder / f"node-{node:05d}.json"
+
+
+def meetings_in(checkpoints: Path) -> list[Path]:
+    """The folders of meetings, of this start of the run and of earlier ones."""
+    return list(checkpoints.glob(f"{PREFIX}*"))
+
+
+def remove_meetings(checkpoints: Path) -> None:
+    for folder in meetings_in(checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""Keepers of several nodes agree on the step they write; by themselves, and after crashes of real runs."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.manifest import read_manifest
+from holdfast.snapshot.meeting import Meeting, meetings_in, remove_meetings
+
+from .harness import Fault, keeper_process, launch, wait_for
+from .test_keeper import hash_on_disk
+from .test_peers import pair, places  # noqa: F401
+
+
+def nodes(folder, count):
+    return [Meeting(folder, "start", node, count) for node in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_get_the_newest_step_that_all_hold_in_whatever_order_they_come(tmp_path, seed):
+    chance = random.Random(seed)
+    members = nodes(tmp_path, chance.randrange(2, 6))
+    for _ in range(3):  # errand after errand, in the same folder
+        newest = chance.randrange(2, 100)
+        held = [[newest - behind, newest - behind - 1] for behind in (chance.choice([0, 1]) for _ in members)]
+        expected = max(set.intersection(*map(set, held)))
+        stamps = [chance.randbytes(8).hex() for _ in members]
+        answers = [None] * len(members)
+        while None in answers:
+            node = chance.randrange(len(members))
+            answers[node] = members[node].agree(stamps[node], held[node])
+            assert answers[node] in (None, expected)
+        assert not any(member.waiting() for member in members)
+    remove_meetings(tmp_path)
+    assert not meetings_in(tmp_path)
+
+
+def test_nobody_is_answered_with_a_choice_that_was_made_before_it_asked(tmp_path):
+    first, second = nodes(tmp_path, 2)
+    assert first.agree("a", [7, 6]) is None and second.waiting() == {"a"}
+    assert second.agree("b", [6, 5]) is None
+    assert first.agree("a", [7, 6]) == 6 == second.agree("b", [6, 5])
+    assert second.agree("c", [6, 5]) is None and first.waiting() == {"c"}
+    assert first.agree("a", [7, 6]) == 6, "its own errand was answered"
+    assert second.agree("c", [6, 5]) is None
+    assert first.agree("d", [7, 6]) == 6 == second.agree("c", [6, 5])
+
+
+def test_who_left_is_not_counted_on(tmp_path):
+    first, second = nodes(tmp_path, 2)
+    second.agree("b", [5])
+    second.leave("b")
+    assert first.agree("a", [5]) is None and not first.waiting()
+    second.agree("c", [5])
+    assert first.agree("a", [5]) == 5
+    second.leave("c")
+    assert second.agree("c", [5]) == 5, "an answer is not taken back"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("node", [0, 1])
+def test_persist_on_any_node_of_a_run_that_goes_on_writes_all_of_a_step(pair, oracle, node):  # noqa: F811
+    pair.steps = 400
+    launched = launch(pair)
+    wait_for(lambda: all(place.desks().get(rank) for rank, place in enumerate(places(pair))), "the ranks")
+    wait_for(lambda: places(pair)[1].desks()[1]["step"] >= 3, "the run to train")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "holdfast",
+            "persist",
+            str(pair.folder),
+            "--snapshot-dir",
+            str(pair.memory / f"node{node}"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (step, path), *others = checkpoints_in(pair.folder)
+    assert done.stdout.strip() == str(path) and not others
+    assert all(rank["random"] for rank in read_manifest(path).per_rank)
+    assert hash_on_disk(pair, step) == oracle(pair)[step]
+    launched.kill()
+    launched.wait(pair)
+
+
+@pytest.mark.distributed
+def test_nodes_that_hold_different_newest_steps_write_the_one_that_both_hold(pair, oracle):  # noqa: F811
+    """Rank 1 is killed while it copies step 5; rank 0 has it. Neither node holds the whole state."""
+    pair.slow_copy = {1: 1.0}
+    pair.faults = [Fault("kill while writing", rank=1, step=5, point="taken")]
+    launched = launch(pair)
+    assert not launched.wait(pair)
+    wait_for(lambda: checkpoints_in(pair.folder), f"a checkpoint: {pair.events()}")
+    ((step, path),) = checkpoints_in(pair.folder)
+    assert step == 4 and hash_on_disk(pair, step) == oracle(pair)[step]
+    assert all(rank["random"] for rank in read_manifest(path).per_rank)
+    for place in places(pair):
+        os.kill(keeper_process(place), signal.SIGKILL)
