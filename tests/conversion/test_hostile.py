@@ -117,6 +117,26 @@ def renamed_inside(content: bytes) -> bytes:
     return data.replace(MEMBER.encode(), MEMBER.replace("00", "77").encode(), 1)
 
 
+def counting_none(content: bytes) -> bytes:
+    """A directory of no members in front of its own end."""
+    data = bytearray(rank_zip((MEMBER, content)))
+    data[-14:-6] = b"\0" * 8
+    return bytes(data)
+
+
+def half_a_size(content: bytes) -> bytes:
+    """The size is said to be in the extra field, as two numbers of which there are ten bytes."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        info = zipfile.ZipInfo(MEMBER)
+        info.extra = struct.pack("<HH", 1, 16) + b"\0" * 10
+        archive.writestr(info, content)
+    data = bytearray(out.getvalue())
+    start = struct.unpack("<I", data[-6:-2])[0]
+    data[start + 20 : start + 28] = b"\xff" * 8
+    return bytes(data)
+
+
 def duplicated(content: bytes) -> bytes:
     with pytest.warns(UserWarning, match="Duplicate name"):
         return rank_zip((MEMBER, content), (MEMBER, content))
@@ -173,6 +193,8 @@ def hostile_files(mark: Path, good: bytes) -> dict[str, bytes]:
         "a symlink member": symlink(good),
         "a member of two names": renamed_inside(good),
         "a duplicate member": duplicated(good),
+        "a zip of nothing": counting_none(good),
+        "half a size": half_a_size(good),
         "half of a zip": truncated_length(rank_zip((MEMBER, good))),
         "half of a file": truncated_length(good),
         "nothing but a magic": b"PK\x03\x04",

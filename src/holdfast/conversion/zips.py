@@ -90,6 +90,8 @@ def read_directory(region: Region) -> dict[str, Member]:
         members.append(Member(name, offset, packed, plain, method, crc))
     if at != size:
         _bad_zip(region, "its directory counts fewer members than it holds")
+    if not members:
+        _bad_zip(region, "its directory is empty")
     _check_overlap(region, members, start)
     named = {member.name: member for member in members}
     if len(named) != len(members):
@@ -120,9 +122,8 @@ def _zip64(region: Region, extra: bytes, plain: int, packed: int, offset: int) -
     while at + 4 <= len(extra):
         kind, length = struct.unpack("<HH", extra[at : at + 4])
         if kind == 1:
-            values = list(
-                struct.unpack(f"<{min(length, len(extra) - at - 4) // 8}Q", extra[at + 4 :][: length // 8 * 8])
-            )
+            whole = min(length, len(extra) - at - 4) // 8
+            values = list(struct.unpack_from(f"<{whole}Q", extra, at + 4))
             plain, packed, offset = [
                 (values.pop(0) if values else _bad_zip(region, "its directory is broken"))
                 if value == 0xFFFFFFFF
