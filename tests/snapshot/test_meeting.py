@@ -5,16 +5,21 @@ import random
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import read_manifest
+from holdfast.errors import HoldfastError
+from holdfast.snapshot import persisting
 from holdfast.snapshot.meeting import Meeting, meetings_in, remove_meetings
+from holdfast.snapshot.place import open_arenas
 
 from .harness import Fault, keeper_process, launch, wait_for
 from .test_keeper import hash_on_disk
-from .test_peers import pair, places  # noqa: F401
+from .test_peers import pair, places, stop_everything  # noqa: F401
 
 
 def nodes(folder, count):
@@ -104,3 +109,47 @@ def test_nodes_that_hold_different_newest_steps_write_the_one_that_both_hold(pai
     assert all(rank["random"] for rank in read_manifest(path).per_rank)
     for place in places(pair):
         os.kill(keeper_process(place), signal.SIGKILL)
+
+
+@pytest.fixture
+def halves(pair):  # noqa: F811
+    """The memory of a run whose two nodes hold half of the state each, after a power cut; and the newest step of both."""
+    launched = launch(pair)
+    wait_for(lambda: all(place.arenas() for place in places(pair)), "the nodes' memory")
+    wait_for(lambda: places(pair)[1].desks()[1]["ready"] >= 3, "the run to train")
+    stop_everything(pair, launched)
+    arenas = [open_arenas(place.arenas(), place.key) for place in places(pair)]
+    yield arenas, max(set.intersection(*(set(persisting.common_steps(half)) for half in arenas)))
+    for half in arenas:
+        for arena in half:
+            arena.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_node_with_a_slow_disk_is_waited_for_as_long_as_it_writes(pair, oracle, halves, monkeypatch, slow):  # noqa: F811
+    arenas, step = halves
+    write_shard = persisting._write_shard
+
+    def write_slowly(folder, held):
+        time.sleep(4.0 if held.arena.rank == slow else 0.0)
+        return write_shard(folder, held)
+
+    monkeypatch.setattr(persisting, "_write_shard", write_slowly)
+    monkeypatch.setattr(persisting, "LIFE_SECONDS", 0.1)
+    with ThreadPoolExecutor(2) as pool:
+        checkpoints = pair.folder / "checkpoints"
+        writes = [pool.submit(persisting.write_checkpoint, half, step, checkpoints, patience=1.5) for half in arenas]
+        assert len({write.result() for write in writes}) == 1
+    assert hash_on_disk(pair, step) == oracle(pair)[step]
+    files = {path.name for path in checkpoints.rglob("*") if path.is_file()}
+    assert files == {"latest", "MANIFEST.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_node_that_does_not_come_is_not_waited_for_for_ever(pair, halves, alone):  # noqa: F811
+    arenas, step = halves
+    with pytest.raises(HoldfastError, match="within"):
+        persisting.write_checkpoint(arenas[alone], step, pair.folder / "checkpoints", patience=0.5)
+    assert not list((pair.folder / "checkpoints").iterdir())

@@ -5,8 +5,10 @@ after they were read for writing, and the slot is looked at again when its file 
 or damaged meanwhile never gets a final name; when anything fails the temporary folder is gone and memory is as it was.
 """
 
+import contextlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +39,8 @@ from holdfast.publish import explain_os_error, fsync
 from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, SlotHeader
 from holdfast.snapshot.place import read_json, write_json
 
-ENTRY_SUFFIX = ".entry.json"
+ENTRY_SUFFIX, LIFE_SUFFIX = ".entry.json", ".life.json"
+LIFE_SECONDS = 1.0
 LOOKS = 3
 T = TypeVar("T")
 
@@ -132,7 +135,8 @@ def write_checkpoint(
     """Writes the step that these arenas hold as a checkpoint. Over several nodes the keepers meet in one folder.
 
     The keeper with rank 0 waits for the others and gives the folder its name; if it does not come, a node that holds
-    everything writes alone.
+    everything writes alone. A keeper that writes shows that it lives, and is waited for however long its disk takes; `patience`
+    is for those that do not.
     """
     held = {arena.rank: found for arena in arenas if (found := held_at(arena, step)) is not None}
     if len(held) != len(arenas) or not held:
@@ -175,11 +179,13 @@ def _lead(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, fina
     _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers if rank in held))
     try:
         temporary.mkdir(exist_ok=True)
-        for rank, found in held.items():
-            _write_entry(temporary, found, rank in writers)
-        deadline = time.monotonic() + patience
-        while len(entries := _read_entries(temporary)) < facts["world"] and time.monotonic() < deadline:
-            time.sleep(0.05)
+        with _SignOfLife(temporary, 0):
+            for rank, found in held.items():
+                _write_entry(temporary, found, rank in writers)
+            others = _Watch(temporary, patience, besides=0)
+            while len(list(temporary.glob("*" + ENTRY_SUFFIX))) < facts["world"] and not others.is_over():
+                time.sleep(0.05)
+        entries = _read_entries(temporary)
         if not set(writers) <= {entry["rank"] for entry in entries}:
             raise HoldfastError(
                 f"{len(entries)} of {facts['world']} ranks have written their part within {patience:.0f} s"
@@ -193,18 +199,59 @@ def _lead(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, fina
 def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
     """Without rank 0: adds what this node has, and waits for the name."""
     temporary.mkdir(exist_ok=True)
-    for rank, found in held.items():
-        _write_entry(temporary, found, rank in facts["writers"])
-    deadline = time.monotonic() + 2 * patience
+    own = min(held)
+    with _SignOfLife(temporary, own):
+        for rank, found in held.items():
+            _write_entry(temporary, found, rank in facts["writers"])
+    others = _Watch(temporary, 2 * patience, besides=own)
     while not _is_published(final, facts["token"]):
-        if time.monotonic() > deadline:
+        if others.is_over():
             shutil.rmtree(temporary, ignore_errors=True)
-            own = next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
-            if own is None:
+            complete = next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
+            if complete is None:
                 raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {2 * patience:.0f} s")
-            _write_alone(held, own, new_temporary(final.parent, held[own[0]].header.step), final)
+            _write_alone(held, complete, new_temporary(final.parent, held[complete[0]].header.step), final)
         time.sleep(0.05)
     shutil.rmtree(temporary, ignore_errors=True)  # where this node came too late
+
+
+class _SignOfLife:
+    """While a keeper works in the folder of several: a file there, named by its first rank, that changes all the time."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"rank-{rank:05d}{LIFE_SUFFIX}"
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._path.unlink(missing_ok=True)
+
+    def _show(self) -> None:
+        while not self._done.wait(LIFE_SECONDS):
+            with contextlib.suppress(OSError):  # a full disk shows no life, and nobody should wait for it
+                write_json(self._path, time.time())
+
+
+class _Watch:
+    """Over when the others have neither shown life nor finished anything in the folder for some seconds."""
+
+    def __init__(self, folder: Path, seconds: float, besides: int) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._own = f"rank-{besides:05d}{LIFE_SUFFIX}"
+        self._seen: dict[str, Any] = {}
+        self._since = time.monotonic()
+
+    def is_over(self) -> bool:
+        seen = {path.name: read_json(path) for path in self._folder.glob("*" + LIFE_SUFFIX) if path.name != self._own}
+        seen |= {path.name: None for path in self._folder.glob("*" + ENTRY_SUFFIX)}
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since > self._seconds
 
 
 def _is_published(final: Path, token: str) -> bool:
@@ -219,8 +266,9 @@ def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> No
     """The manifest, then the name."""
     write_manifest(temporary, _manifest(entries))
     fsync(temporary / FILE_NAME)
-    for entry in temporary.glob("*" + ENTRY_SUFFIX):
-        entry.unlink()
+    for suffix in (ENTRY_SUFFIX, LIFE_SUFFIX):
+        for path in temporary.glob("*" + suffix):
+            path.unlink(missing_ok=True)
     publish_step(temporary, final)
 
 
