@@ -28,6 +28,15 @@ def test_one_rank_killed_while_its_slot_is_being_written(run, check):
     assert run.events("resumed")[0]["step"] == 4
 
 
+def test_a_step_that_one_rank_alone_has_done_is_not_counted_as_lost(run, check):
+    """Rank 1 dies in the backward pass of step 6, with half of step 5 copied; rank 0 ends step 6, and nobody else does."""
+    run.slow_copy = {1: 1.0}
+    run.faults = [Fault("kill", rank=1, step=5, point="backward")]
+    assert check(run) == 1
+    (resumed,) = run.events("resumed")
+    assert (resumed["step"], resumed["steps_lost"]) == (4, 1)
+
+
 def test_one_rank_killed_between_the_payload_and_the_ready_store(run, check):
     run.faults = [Fault("kill before ready", rank=1, step=5, point="stepped")]
     assert check(run) == 1

@@ -204,14 +204,13 @@ class Keeper:
         if not meetings_in(self._checkpoints):
             self._last_meeting = now
             return
-        waiting = self._who_waits()
-        if any(job["step"] is None for job in self._jobs):
+        if any("stamp" in job for job in self._jobs):
             self._last_meeting = now
-        elif waiting - self._attended:
+        elif waiting := self._who_waits() - self._attended:
+            self._attended |= waiting
             self._jobs.append(_job(INVITED))
         elif self._node == 0 and now - self._last_meeting > MEETING_KEPT_SECONDS:
             remove_meetings(self._checkpoints)
-        self._attended |= waiting
 
     def _who_waits(self) -> set[str]:
         arenas = self.arenas()
@@ -235,7 +234,7 @@ class Keeper:
                 job["tries"] = job.get("tries", 0) + 1
                 job["not_before"] = time.monotonic() + min(60.0, RETRY_SECONDS * job["tries"])
                 job["trouble"] = str(error)
-                job.pop("stamp", None)
+                _ask_anew(job)
                 self.journal.event("refused", reason=str(error), step=job["step"], tries=job["tries"])
                 print(f"{job['reason']}: {error}; memory is kept, trying again", flush=True)
                 if job.get("answer"):
@@ -271,11 +270,11 @@ class Keeper:
             try:
                 self._finish(job, self._write(job, arenas, step), None)
             except OvertakenError:
-                job.pop("stamp", None)  # there is a newer one
+                _ask_anew(job)  # there is a newer one
             except DamagedError as error:
                 self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
                 damaged.append(step)
-                job.pop("stamp", None)
+                _ask_anew(job)
 
     def _trainers_see_to_it(self, job: dict[str, Any]) -> bool:
         """Several nodes that train: each keeper sees another step as the newest. So what is to be written is left to the ranks,
@@ -444,6 +443,12 @@ class Keeper:
 def _job(reason: str, **more: Any) -> dict[str, Any]:
     """Something to be written: a step, or (None) the newest there is."""
     return {"reason": reason, "step": None, "since": time.monotonic(), **more}
+
+
+def _ask_anew(job: dict[str, Any]) -> None:
+    """What the nodes agreed on did not work out."""
+    for name in ("stamp", "met"):
+        job.pop(name, None)
 
 
 def _passed(arenas: list[Arena], step: int) -> bool:

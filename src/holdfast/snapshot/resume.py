@@ -76,7 +76,8 @@ Candidate = dict[int, list[Location]]
 def restore(snapshots: "Snapshots") -> Resumed:
     begin = time.perf_counter()
     team = snapshots.team
-    reached = max(team.gather(snapshots.reached))
+    # A step that a rank has not done was not done; a desk that nobody sat at before does not count.
+    reached = min(filter(None, team.gather(snapshots.reached)), default=0)
     suspected = _suspected(snapshots)
     held, complete, highest = _everything_held(snapshots)
     disk: list[list[Any]] = team.gather(_on_disk(snapshots.folder) if team.rank == 0 else None)[0]
