@@ -111,6 +111,15 @@ def test_nodes_that_hold_different_newest_steps_write_the_one_that_both_hold(pai
         os.kill(keeper_process(place), signal.SIGKILL)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["tp", "fsdp"])
+def test_a_state_cut_over_two_nodes_is_written_by_both_after_a_crash_and_comes_back(pair, check, layout):  # noqa: F811
+    pair.layout, pair.options, pair.steps = layout, {}, 12
+    pair.faults = [Fault("kill", rank=1, step=5, point="forward")]
+    assert check(pair, between=lambda _: wait_for(lambda: checkpoints_in(pair.folder), "a checkpoint")) == 1
+    assert {event["step"] for event in pair.events("persisted") if event["reason"] == "died"} <= {4, 5}
+
+
 @pytest.fixture
 def halves(pair):  # noqa: F811
     """The memory of a run whose two nodes hold half of the state each, after a power cut; and the newest step of both."""

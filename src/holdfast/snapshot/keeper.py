@@ -403,6 +403,8 @@ class Keeper:
             self._dead_since = None
             return False
         statuses = {desk["status"] for desk in desks.values()}
+        if statuses == {FINISHED} and self._several_nodes:
+            self._drop_what_is_pointless()
         if self._jobs and not self._ending:
             return False
         if desks and statuses <= {FINISHED, STOPPED}:
@@ -422,6 +424,12 @@ class Keeper:
             self._free()
             return True
         return False
+
+    def _drop_what_is_pointless(self) -> None:
+        """The run came to its end. What could not be written of a crash before that may need nodes that have left already."""
+        for job in list(self._jobs):
+            if job["step"] is None:
+                self._finish(job, None, "the run has ended")
 
     def _persist_last(self) -> bool:
         """The newest common step is on disk, or there is none."""
