@@ -2,12 +2,14 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from holdfast.checkpoint.folder import checkpoints_in
@@ -162,3 +164,24 @@ def test_a_node_that_does_not_come_is_not_waited_for_for_ever(pair, halves, alon
     with pytest.raises(HoldfastError, match="within"):
         persisting.write_checkpoint(arenas[alone], step, pair.folder / "checkpoints", patience=0.5)
     assert not list((pair.folder / "checkpoints").iterdir())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_node_that_holds_everything_and_is_left_alone_does_not_wait_again(pair, oracle, alone):  # noqa: F811
+    """The other node is gone, its keeper and its memory with it, and the scheduler ends this one."""
+    pair.options = {}
+    launched = launch(pair)
+    wait_for(lambda: all(place.arenas() for place in places(pair)), "the nodes' memory")
+    wait_for(lambda: places(pair)[alone].desks()[alone]["ready"] >= 3, "the run to train")
+    left, gone = places(pair)[alone], places(pair)[1 - alone]
+    os.kill(keeper_process(gone), signal.SIGKILL)
+    launched.kill()
+    launched.wait(pair)
+    shutil.rmtree(gone.path)
+    keeper = keeper_process(left)
+    os.kill(keeper, signal.SIGTERM)
+    wait_for(lambda: checkpoints_in(pair.folder), "a checkpoint")
+    ((step, _),) = checkpoints_in(pair.folder)
+    assert hash_on_disk(pair, step) == oracle(pair)[step]
+    wait_for(lambda: not psutil.pid_exists(keeper), "the keeper to leave")

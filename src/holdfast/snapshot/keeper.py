@@ -40,7 +40,7 @@ VERIFY_SECONDS = 5.0
 RETRY_SECONDS = 5.0
 STACKS_SECONDS = 0.3
 SAVE_PATIENCE = 60.0
-MEETING_PATIENCE = 15.0
+MEETING_PATIENCE, MEETING_PATIENCE_AT_THE_END = 15.0, 5.0
 MEETING_KEPT_SECONDS = 60.0
 INVITATION_SECONDS = 1.0
 ENDING_SECONDS = 20.0
@@ -305,10 +305,12 @@ class Keeper:
         agreed = meeting.agree(stamp, steps) if meeting else None
         if agreed is not None:
             return agreed, True
-        if time.monotonic() - job.setdefault("met", time.monotonic()) < MEETING_PATIENCE:
+        patience = MEETING_PATIENCE if not self._ending else MEETING_PATIENCE_AT_THE_END
+        if time.monotonic() - job.setdefault("met", time.monotonic()) < patience:
             return None, False
         if meeting:
             meeting.leave(stamp)
+        job["alone"] = True
         return (None if job["reason"] == INVITED else steps[0]), True
 
     def _meeting(self, arenas: list[Arena]) -> Meeting | None:
@@ -333,7 +335,9 @@ class Keeper:
         keep = job["step"] is not None
         try:
             retention = tuple(job.get("retention") or (None, None))
-            path = write_checkpoint(arenas, step, self._checkpoints, (retention[0], retention[1]))
+            path = write_checkpoint(
+                arenas, step, self._checkpoints, (retention[0], retention[1]), alone=job.get("alone", False)
+            )
             keep = False
         finally:
             # what a trainer asked to save stays pinned until it is on disk
@@ -455,7 +459,7 @@ def _job(reason: str, **more: Any) -> dict[str, Any]:
 
 def _ask_anew(job: dict[str, Any]) -> None:
     """What the nodes agreed on did not work out."""
-    for name in ("stamp", "met"):
+    for name in ("stamp", "met", "alone"):
         job.pop(name, None)
 
 

@@ -131,12 +131,13 @@ def write_checkpoint(
     checkpoints: Path,
     retention: tuple[int | None, int | None] = (None, None),
     patience: float = 15.0,
+    alone: bool = False,
 ) -> Path:
     """Writes the step that these arenas hold as a checkpoint. Over several nodes the keepers meet in one folder.
 
     The keeper with rank 0 waits for the others and gives the folder its name; if it does not come, a node that holds
     everything writes alone. A keeper that writes shows that it lives, and is waited for however long its disk takes; `patience`
-    is for those that do not.
+    is for those that do not. `alone`: nobody is expected to come, so that a node that holds everything need not wait at all.
     """
     held = {arena.rank: found for arena in arenas if (found := held_at(arena, step)) is not None}
     if len(held) != len(arenas) or not held:
@@ -150,6 +151,8 @@ def write_checkpoint(
             pass  # another node had waited long enough, and wrote it alone
         elif len(held) == facts["world"]:
             _write_alone(held, facts["writers"], new_temporary(checkpoints, step), final)
+        elif alone and (complete := _complete_set(facts, held)):
+            _write_alone(held, complete, new_temporary(checkpoints, step), final)
         elif 0 in held:
             _lead(held, facts, _shared_temporary(checkpoints, step, facts["token"]), final, patience)
         else:
@@ -159,6 +162,11 @@ def write_checkpoint(
     except OSError as error:
         raise explain_os_error(error, final) from error
     return final
+
+
+def _complete_set(facts: dict[str, Any], held: Mapping[int, Held]) -> list[int] | None:
+    """Ranks of this node that hold the whole state among them."""
+    return next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
 
 
 def _write_alone(held: Mapping[int, Held], writers: Sequence[int], temporary: Path, final: Path) -> None:
@@ -207,7 +215,7 @@ def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, fi
     while not _is_published(final, facts["token"]):
         if others.is_over():
             shutil.rmtree(temporary, ignore_errors=True)
-            complete = next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
+            complete = _complete_set(facts, held)
             if complete is None:
                 raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {2 * patience:.0f} s")
             _write_alone(held, complete, new_temporary(final.parent, held[complete[0]].header.step), final)
