@@ -30,7 +30,7 @@ def test_one_rank_killed_while_its_slot_is_being_written(run, check):
 
 def test_a_step_that_one_rank_alone_has_done_is_not_counted_as_lost(run, check):
     """Rank 1 dies in the backward pass of step 6, with half of step 5 copied; rank 0 ends step 6, and nobody else does."""
-    run.slow_copy = {1: 1.0}
+    run.slow_copy, run.steps = {1: 1.0}, 7
     run.faults = [Fault("kill", rank=1, step=5, point="backward")]
     assert check(run) == 1
     (resumed,) = run.events("resumed")

@@ -9,7 +9,6 @@ torch is imported.
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -22,7 +21,8 @@ from holdfast.errors import HoldfastError
 from holdfast.journal import PatientJournal
 from holdfast.snapshot.arena import Arena, DamagedError
 from holdfast.snapshot.desk import FINISHED, RUNNING, STOPPED, Desk
-from holdfast.snapshot.meeting import Meeting, meetings_in, remove_meetings
+from holdfast.snapshot.job import INVITED, Job
+from holdfast.snapshot.partners import Partners
 from holdfast.snapshot.persisting import (
     OvertakenError,
     common_steps,
@@ -33,7 +33,6 @@ from holdfast.snapshot.persisting import (
 from holdfast.snapshot.place import Place, lock_keeper, open_arenas, read_json, write_json
 from holdfast.snapshot.wishes import SAVE, STOP, TRIGGERS
 
-INVITED = "another node asks"
 ROUND_SECONDS = 0.05
 LINGER_SECONDS = 600.0
 VERIFY_SECONDS = 5.0
@@ -41,8 +40,6 @@ RETRY_SECONDS = 5.0
 STACKS_SECONDS = 0.3
 SAVE_PATIENCE = 60.0
 MEETING_PATIENCE, MEETING_PATIENCE_AT_THE_END = 15.0, 5.0
-MEETING_KEPT_SECONDS = 60.0
-INVITATION_SECONDS = 1.0
 ENDING_SECONDS = 20.0
 
 
@@ -51,15 +48,14 @@ class Keeper:
         self.place = place
         self.journal = PatientJournal(place.folder / "events.jsonl")
         self.settings: dict[str, Any] = {}
-        self._jobs: list[dict[str, Any]] = []
+        self._jobs: list[Job] = []
         self._reported: set[tuple[int, int, str]] = set()
-        self._next_verify = self._next_invitation = 0.0
-        self._last_meeting = time.monotonic()
-        self._attended: set[str] = set()
+        self._next_verify = 0.0
         self._dead_since: float | None = None
         self._ending = False
         signal.signal(signal.SIGTERM, self._end)
         self._peers: Any = None
+        self._partners = Partners(place)
 
     def _end(self, *_: Any) -> None:
         self._ending = True
@@ -67,6 +63,7 @@ class Keeper:
     def run(self) -> None:
         while self.place.path.exists():
             self.settings = read_json(self.place.path / "settings.json") or self.settings
+            self._partners.nodes = list(dict.fromkeys(self.settings.get("nodes", [])))
             self._exchange_with_peers()
             desks = self._desks()
             self._watch(desks)
@@ -78,19 +75,6 @@ class Keeper:
             if self._over(desks):
                 return
             time.sleep(ROUND_SECONDS)
-
-    @property
-    def _nodes(self) -> list[str]:
-        """In the order of their ranks."""
-        return list(dict.fromkeys(self.settings.get("nodes", [])))
-
-    @property
-    def _node(self) -> int:
-        return self._nodes.index(self.place.node)
-
-    @property
-    def _several_nodes(self) -> bool:
-        return len(self._nodes) > 1
 
     @property
     def _checkpoints(self) -> Path:
@@ -138,7 +122,7 @@ class Keeper:
             ranks=stand,
         )
         print(f"rank {rank} {kind} at step {desk['step']}: {desk.last_words or 'no last words'}; {stand}", flush=True)
-        self._jobs.append(_job(kind))
+        self._jobs.append(Job(kind))
 
     def _hang(self, rank: int, desk: Desk, desks: dict[int, Desk]) -> None:
         for other in desks.values():
@@ -167,177 +151,129 @@ class Keeper:
         """The files `persist` and `error.txt` in the run folder: persist what is held, and stop the run."""
         for name in TRIGGERS:
             trigger = self.place.folder / name
-            if trigger.exists() and not any(job.get("trigger") == str(trigger) for job in self._jobs):
+            if trigger.exists() and not any(job.trigger == trigger for job in self._jobs):
                 (self.place.path / STOP).write_text(name)
-                self._jobs.append(_job(name, trigger=str(trigger), stop=True))
+                self._jobs.append(Job(name, trigger=trigger, stop=True))
 
     def _take_requests(self) -> None:
-        known = {job.get("request") for job in self._jobs}
+        known = {job.request for job in self._jobs}
         for path in sorted(self.place.requests.glob("*.json")):
             if path.name in known or path.name.endswith(".answer.json"):
                 continue
             record = read_json(path)
             if record is None:
                 continue
-            if record.get("stop"):
+            job = Job.of_request(path.name, record)
+            if job.stop:
                 (self.place.path / STOP).write_text("persist --stop")
-            job = _job(
-                record["kind"],
-                step=record.get("step"),
-                retention=record.get("retention"),
-                request=path.name,
-                answer=record["kind"] == "persist",
-                stop=record.get("stop", False),
-            )
             self._jobs.append(job)
-            if job["reason"] == "save":
+            if job.reason == "save":
                 for other in self._jobs:
-                    if other.get("wished"):
-                        other.setdefault("save", job)
+                    if other.wished:
+                        other.save = other.save or job
 
     def _take_invitations(self) -> None:
-        """Several nodes: the keeper of another one wants a step written, and waits to hear what this node holds."""
-        now = time.monotonic()
-        if not self._several_nodes or now < self._next_invitation:
-            return
-        self._next_invitation = now + INVITATION_SECONDS
-        if not meetings_in(self._checkpoints):
-            self._last_meeting = now
-            return
-        if any("stamp" in job for job in self._jobs):
-            self._last_meeting = now
-        elif waiting := self._who_waits() - self._attended:
-            self._attended |= waiting
-            self._jobs.append(_job(INVITED))
-        elif self._node == 0 and now - self._last_meeting > MEETING_KEPT_SECONDS:
-            remove_meetings(self._checkpoints)
-
-    def _who_waits(self) -> set[str]:
-        arenas = self.arenas()
-        try:
-            meeting = self._meeting(arenas)
-            return meeting.waiting() if meeting else set()
-        except OSError:
-            return set()  # the disk will be there again
-        finally:
-            for arena in arenas:
-                arena.close()
+        """Several nodes: the keeper of another one wants a step written."""
+        if self._partners.call(self.arenas, busy=any(job.stamp for job in self._jobs)):
+            self._jobs.append(Job(INVITED))
 
     def _work_on_jobs(self) -> None:
         for job in list(self._jobs):
-            if job.get("not_before", 0.0) > time.monotonic():
+            if job.not_before > time.monotonic():
                 continue
             arenas = self.arenas()
             try:
                 self._do(job, arenas)
             except (HoldfastError, OSError) as error:
-                job["tries"] = job.get("tries", 0) + 1
-                job["not_before"] = time.monotonic() + min(60.0, RETRY_SECONDS * job["tries"])
-                job["trouble"] = str(error)
-                _ask_anew(job)
-                self.journal.event("refused", reason=str(error), step=job["step"], tries=job["tries"])
-                print(f"{job['reason']}: {error}; memory is kept, trying again", flush=True)
-                if job.get("answer"):
+                job.tries += 1
+                job.not_before = time.monotonic() + min(60.0, RETRY_SECONDS * job.tries)
+                job.trouble = str(error)
+                job.ask_anew()
+                self.journal.event("refused", reason=str(error), step=job.step, tries=job.tries)
+                print(f"{job.reason}: {error}; memory is kept, trying again", flush=True)
+                if job.answers:
                     self._finish(job, None, str(error))
             finally:
                 for arena in arenas:
                     arena.close()
 
-    def _do(self, job: dict[str, Any], arenas: list[Arena]) -> None:
+    def _do(self, job: Job, arenas: list[Arena]) -> None:
         """One attempt; a job that waits, or has to try an older step, is there again in the next round."""
         if self._trainers_see_to_it(job):
             return
-        damaged = job.setdefault("damaged", [])
-        steps = [step for step in common_steps(arenas) if step not in damaged]
+        steps = [step for step in common_steps(arenas) if step not in job.damaged]
         on_disk = dict(checkpoints_in(self.place.folder))
         step = steps[0] if steps else None
-        if job["step"] is not None:
-            step = job["step"] if job["step"] in steps else None
-            waited = time.monotonic() - job["since"] > SAVE_PATIENCE or _passed(arenas, job["step"])
-            if step is None and job["step"] not in damaged and not waited:
+        if job.step is not None:
+            step = job.step if job.step in steps else None
+            waited = time.monotonic() - job.since > SAVE_PATIENCE or _passed(arenas, job.step)
+            if step is None and job.step not in job.damaged and not waited:
                 return  # some rank is still copying
         elif step is None and self._may_still_come(job):
             return
-        elif step is not None and step not in on_disk and self._several_nodes:
-            step, agreed = self._meet(job, arenas, steps)
-            if not agreed:
-                return
+        elif step is not None and step not in on_disk and self._partners.several:
+            step = self._partners.agree(job, arenas, steps)
+            if step is None:
+                if not self._left_alone(job, arenas):
+                    return
+                step = steps[0] if job.reason != INVITED else None
         if step is None:
-            self._finish(job, None, f"no step is held whole in memory (asked for: {job['step'] or 'the newest'})")
-        elif step in on_disk and job["step"] is None:
+            self._finish(job, None, f"no step is held whole in memory (asked for: {job.step or 'the newest'})")
+        elif step in on_disk and job.step is None:
             self._finish(job, on_disk[step], None)
         else:
             try:
                 self._finish(job, self._write(job, arenas, step), None)
             except OvertakenError:
-                _ask_anew(job)  # there is a newer one
+                job.ask_anew()  # there is a newer one
             except DamagedError as error:
                 self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
-                damaged.append(step)
-                _ask_anew(job)
+                job.damaged.append(step)
+                job.ask_anew()
 
-    def _trainers_see_to_it(self, job: dict[str, Any]) -> bool:
+    def _trainers_see_to_it(self, job: Job) -> bool:
         """Several nodes that train: each keeper sees another step as the newest. So what is to be written is left to the ranks,
         who agree on a step: the last one where they are to stop, and a save where they go on."""
-        if not self._several_nodes:
+        if not self._partners.several:
             return False
-        if job.get("stop"):
+        if job.stop:
             return self._may_still_come(job)
-        if save := job.get("save"):
-            if save in self._jobs and not save.get("tries"):
+        if job.save is not None:
+            if job.save in self._jobs and not job.save.tries:
                 return True
-            path = dict(checkpoints_in(self.place.folder)).get(save["step"])
-            self._finish(job, path, None if path else save.get("trouble", f"step {save['step']} was not saved"))
+            path = dict(checkpoints_in(self.place.folder)).get(job.save.step or 0)
+            self._finish(job, path, None if path else job.save.trouble or f"step {job.save.step} was not saved")
             return True
         train = all(desk.occupied() for desk in self._desks().values())
-        if job["reason"] in ("persist", "died") and train and self._may_still_come(job):
-            if not job.get("wished"):
-                job["wished"] = True
+        if job.reason in ("persist", "died") and train and self._may_still_come(job):
+            if not job.wished:
+                job.wished = True
                 (self.place.path / SAVE).touch()
             return True
         return False
 
-    def _meet(self, job: dict[str, Any], arenas: list[Arena], steps: list[int]) -> tuple[int | None, bool]:
-        """Several nodes: the newest step that all of them hold, and whether they have said so. Who waited long enough goes its
-        own way, with the newest it holds; an invited one with none."""
-        stamp = job.setdefault("stamp", secrets.token_hex(8))
-        meeting = self._meeting(arenas)
-        agreed = meeting.agree(stamp, steps) if meeting else None
-        if agreed is not None:
-            return agreed, True
+    def _left_alone(self, job: Job, arenas: list[Arena]) -> bool:
+        """Whether the other nodes were waited for long enough; from then on each goes its own way."""
+        job.met = job.met or time.monotonic()
         patience = MEETING_PATIENCE if not self._ending else MEETING_PATIENCE_AT_THE_END
-        if time.monotonic() - job.setdefault("met", time.monotonic()) < patience:
-            return None, False
-        if meeting:
-            meeting.leave(stamp)
-        job["alone"] = True
-        return (None if job["reason"] == INVITED else steps[0]), True
+        if time.monotonic() - job.met > patience and not job.alone:
+            self._partners.leave(job, arenas)
+            job.alone = True
+        return job.alone
 
-    def _meeting(self, arenas: list[Arena]) -> Meeting | None:
-        """Where this node meets the others; None as long as it holds nothing."""
-        for step in common_steps(arenas)[:1]:
-            held = held_at(arenas[0], step)
-            with contextlib.suppress(OvertakenError, DamagedError):
-                token = held.small["token"] if held else None
-                return Meeting(self._checkpoints, token, self._node, len(self._nodes)) if token else None
-        return None
-
-    def _may_still_come(self, job: dict[str, Any]) -> bool:
+    def _may_still_come(self, job: Job) -> bool:
         """Whether to look again for a step that all ranks hold: while they train, the first one may be on its way."""
         alive = any(desk.occupied() for desk in self._desks().values())
-        return alive and time.monotonic() - job["since"] < SAVE_PATIENCE
+        return alive and time.monotonic() - job.since < SAVE_PATIENCE
 
-    def _write(self, job: dict[str, Any], arenas: list[Arena], step: int) -> Path:
+    def _write(self, job: Job, arenas: list[Arena], step: int) -> Path:
         begin = time.perf_counter()
         slots = [found for arena in arenas if (found := held_at(arena, step))]
         for found in slots:
             found.arena.pin(found.index, True)
-        keep = job["step"] is not None
+        keep = job.step is not None
         try:
-            retention = tuple(job.get("retention") or (None, None))
-            path = write_checkpoint(
-                arenas, step, self._checkpoints, (retention[0], retention[1]), alone=job.get("alone", False)
-            )
+            path = write_checkpoint(arenas, step, self._checkpoints, job.retention, alone=job.alone)
             keep = False
         finally:
             # what a trainer asked to save stays pinned until it is on disk
@@ -347,28 +283,26 @@ class Keeper:
         if arenas[0].rank == 0:  # one word per checkpoint, however many nodes wrote it
             seconds = round(time.perf_counter() - begin, 4)
             size = sum(file.stat().st_size for file in path.iterdir())
-            self.journal.event(
-                "persisted", step=step, path=str(path), reason=job["reason"], bytes=size, seconds=seconds
-            )
+            self.journal.event("persisted", step=step, path=str(path), reason=job.reason, bytes=size, seconds=seconds)
         return path
 
-    def _finish(self, job: dict[str, Any], path: Path | None, trouble: str | None) -> None:
+    def _finish(self, job: Job, path: Path | None, trouble: str | None) -> None:
         self._jobs.remove(job)
         if trouble:
-            print(f"{job['reason']}: {trouble}", flush=True)
-        if job["reason"] == "save" and path is None:
+            print(f"{job.reason}: {trouble}", flush=True)
+        if job.reason == "save" and job.step is not None and path is None:
             for arena in open_arenas(self.place.arenas(), self.place.key):
-                found = held_at(arena, job["step"])
+                found = held_at(arena, job.step)
                 if found:
                     arena.pin(found.index, False)
                 arena.close()
-        if request := job.get("request"):
-            (self.place.requests / request).unlink(missing_ok=True)
-            if job.get("answer"):
+        if job.request:
+            (self.place.requests / job.request).unlink(missing_ok=True)
+            if job.answers:
                 answer = {"path": str(path) if path else None, "trouble": trouble}
-                write_json(self.place.requests / request.replace(".json", ".answer.json"), answer)
-        if job.get("trigger") and path is not None:
-            Path(job["trigger"]).unlink(missing_ok=True)
+                write_json(self.place.requests / job.request.replace(".json", ".answer.json"), answer)
+        if job.trigger and path is not None:
+            job.trigger.unlink(missing_ok=True)
 
     def _verify(self) -> None:
         """Now and then, at most a twentieth of the time: the newest common step is compared with its row sums."""
@@ -393,7 +327,7 @@ class Keeper:
         self._next_verify = now + max(VERIFY_SECONDS, 20 * (now - begin))
 
     def _exchange_with_peers(self) -> None:
-        if self._peers is None and self._several_nodes:
+        if self._peers is None and self._partners.several:
             from holdfast.snapshot.peers import Peers
 
             self._peers = Peers(self.place, self.journal)
@@ -407,7 +341,7 @@ class Keeper:
             self._dead_since = None
             return False
         statuses = {desk["status"] for desk in desks.values()}
-        if statuses == {FINISHED} and self._several_nodes:
+        if statuses == {FINISHED} and self._partners.several:
             self._drop_what_is_pointless()
         if self._jobs and not self._ending:
             return False
@@ -432,14 +366,14 @@ class Keeper:
     def _drop_what_is_pointless(self) -> None:
         """The run came to its end. What could not be written of a crash before that may need nodes that have left already."""
         for job in list(self._jobs):
-            if job["step"] is None:
+            if job.step is None:
                 self._finish(job, None, "the run has ended")
 
     def _persist_last(self) -> bool:
         """The newest common step is on disk, or there is none."""
-        job = next((job for job in self._jobs if job["reason"] == "stopped"), None)
+        job = next((job for job in self._jobs if job.reason == "stopped"), None)
         if job is None:
-            job = _job("stopped")
+            job = Job("stopped")
             self._jobs.append(job)
         self._work_on_jobs()
         return job not in self._jobs
@@ -447,20 +381,8 @@ class Keeper:
     def _free(self) -> None:
         if self._peers is not None:
             self._peers.close()
-        if self._several_nodes and self._node == 0:
-            remove_meetings(self._checkpoints)
+        self._partners.close()
         shutil.rmtree(self.place.path, ignore_errors=True)
-
-
-def _job(reason: str, **more: Any) -> dict[str, Any]:
-    """Something to be written: a step, or (None) the newest there is."""
-    return {"reason": reason, "step": None, "since": time.monotonic(), **more}
-
-
-def _ask_anew(job: dict[str, Any]) -> None:
-    """What the nodes agreed on did not work out."""
-    for name in ("stamp", "met", "alone"):
-        job.pop(name, None)
 
 
 def _passed(arenas: list[Arena], step: int) -> bool:
