@@ -1,6 +1,7 @@
 """`preprocess` writes Megatron's bytes, whatever the text, the keys, the workers and the tokenizer."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -302,6 +303,23 @@ def test_a_tokenizer_is_trained_past_bad_lines_and_from_standard_input(tmp_path:
     assert json.loads(past.stdout) == {"files": [str(tmp_path / "past/vocab.txt")], "bad_lines": 1}
     assert train("-", "piped").returncode == 0
     assert (tmp_path / "piped/vocab.txt").read_bytes() == (tmp_path / "past/vocab.txt").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_control_c_ends_a_training_whose_input_does_not_end(tmp_path: Path, kind: str) -> None:
+    words = [sys.executable, "-m", "holdfast.cli", "tokenizer", "train", "--input", "-", "--vocab-size", "300"]
+    process = subprocess.Popen(
+        [*words, "--type", kind, "--output-dir", str(tmp_path / "out")], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin and process.stderr
+    line = prose(1)[0] + b"\n"
+    process.stdin.write(line * (4_000_000 // len(line)))  # far more than a pipe holds: most of it has been read
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert process.stderr.read().decode().startswith("holdfast: error: interrupted")
+    assert not (tmp_path / "out").exists()
+    process.stdin.close()
+    process.stderr.close()
 
 
 @settings(max_examples=50)

@@ -4,8 +4,9 @@ Byte-level BPE gives GPT-2's vocab.json and merges.txt, WordPiece gives BERT's v
 """
 
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 TokenizerKind = Literal["bpe", "wordpiece", "wordpiece-cased"]
 BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CHARACTERS_REMEMBERED = 50_000_000
+GOODBYE_SECONDS = 0.5
 
 
 def train_tokenizer(
@@ -37,8 +39,13 @@ def train_tokenizer(
     if kind != "bpe" and isinstance(texts, Iterator):
         texts = list(texts)
     counted = _Counted(texts)
-    files = (
-        _train_bpe(counted, vocab_size) if kind == "bpe" else _train_wordpiece(counted, vocab_size, kind == "wordpiece")
+    files = _interruptibly(
+        lambda: (
+            _train_bpe(counted, vocab_size)
+            if kind == "bpe"
+            else _train_wordpiece(counted, vocab_size, kind == "wordpiece")
+        ),
+        counted,
     )
     if not counted.characters:
         raise HoldfastError("the input holds no text to learn a vocabulary from")
@@ -48,15 +55,41 @@ def train_tokenizer(
 
 
 class _Counted:
-    """Texts as they pass, with the number of characters seen."""
+    """Texts as they pass, with the number of characters seen; none any more once `wanted` is False."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._texts, self.characters = texts, 0
+        self._texts, self.characters, self.wanted = texts, 0, True
 
     def __iter__(self) -> Iterator[str]:
         for text in self._texts:
+            if not self.wanted:
+                raise HoldfastError("nobody waits for this vocabulary any more")
             self.characters += len(text)
             yield text
+
+
+def _interruptibly(learn: Callable[[], dict[str, bytes]], texts: _Counted) -> dict[str, bytes]:
+    """What `learn` returns. The library does not hear Ctrl-C for minutes: it works in a thread, which ends with the program."""
+    outcome: list[dict[str, bytes] | BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(learn())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)
+    except BaseException:
+        texts.wanted = False
+        thread.join(GOODBYE_SECONDS)
+        raise
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, bytes]:
