@@ -16,7 +16,7 @@ from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.errors import HoldfastError
 from holdfast.snapshot import persisting
-from holdfast.snapshot.meeting import Meeting, meetings_in, remove_meetings
+from holdfast.snapshot.meeting import Meeting
 from holdfast.snapshot.place import open_arenas
 
 from .harness import Fault, keeper_process, launch, wait_for
@@ -25,7 +25,7 @@ from .test_peers import pair, places, stop_everything  # noqa: F401
 
 
 def nodes(folder, count):
-    return [Meeting(folder, "start", node, count) for node in range(count)]
+    return [Meeting(folder, node, count) for node in range(count)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -43,8 +43,8 @@ def test_all_get_the_newest_step_that_all_hold_in_whatever_order_they_come(tmp_p
             answers[node] = members[node].agree(stamps[node], held[node])
             assert answers[node] in (None, expected)
         assert not any(member.waiting() for member in members)
-    remove_meetings(tmp_path)
-    assert not meetings_in(tmp_path)
+    members[0].close()
+    assert all(member.over() for member in members) and not list(tmp_path.iterdir())
 
 
 def test_nobody_is_answered_with_a_choice_that_was_made_before_it_asked(tmp_path):
@@ -56,6 +56,15 @@ def test_nobody_is_answered_with_a_choice_that_was_made_before_it_asked(tmp_path
     assert first.agree("a", [7, 6]) == 6, "its own errand was answered"
     assert second.agree("c", [6, 5]) is None
     assert first.agree("d", [7, 6]) == 6 == second.agree("c", [6, 5])
+
+
+def test_what_a_keeper_left_behind_that_is_gone_misleads_at_most_once(tmp_path):
+    first, second = nodes(tmp_path, 2)
+    second.agree("before it was killed", [3])
+    assert first.agree("a", [9, 3]) == 3
+    assert first.agree("b", [9, 8]) is None
+    second.agree("the one that followed it", [9, 8])
+    assert first.agree("b", [9, 8]) == 9
 
 
 def test_who_left_is_not_counted_on(tmp_path):

@@ -163,6 +163,22 @@ def test_a_broken_and_damaging_link_delays_copies_and_stops_nothing(pair, check)
     proxy.listener.close()
 
 
+def test_a_keeper_that_is_just_starting_is_waited_for(pair):
+    """What the nodes know of it is the port of the one before, which was killed."""
+    launched = launch(pair)
+    here, there = places(pair)
+    known = wait_for(lambda: read_json(peers.node_file(here, here.node)), "a keeper")
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    write_json(peers.node_file(here, here.node), {**known, "port": port})
+    threading.Timer(1.0, write_json, [peers.node_file(here, here.node), known]).start()
+    line = peers.call(there, here.node, patience=60.0)
+    line.send({"do": "get", "file": "nothing", "slot": 0})
+    assert "trouble" in line.receive()
+    launched.kill()
+    launched.wait(pair)
+
+
 def test_who_does_not_know_the_secret_gets_nothing(pair):
     launched = launch(pair)
     place = places(pair)[0]

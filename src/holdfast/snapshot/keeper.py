@@ -174,8 +174,9 @@ class Keeper:
 
     def _take_invitations(self) -> None:
         """Several nodes: the keeper of another one wants a step written."""
-        if self._partners.call(self.arenas, busy=any(job.stamp for job in self._jobs)):
-            self._jobs.append(Job(INVITED))
+        with contextlib.suppress(OSError):  # the disk will be there again
+            if self._partners.call(busy=any(job.stamp for job in self._jobs)):
+                self._jobs.append(Job(INVITED))
 
     def _work_on_jobs(self) -> None:
         for job in list(self._jobs):
@@ -212,9 +213,9 @@ class Keeper:
         elif step is None and self._may_still_come(job):
             return
         elif step is not None and step not in on_disk and self._partners.several:
-            step = self._partners.agree(job, arenas, steps)
+            step = self._partners.agree(job, steps)
             if step is None:
-                if not self._left_alone(job, arenas):
+                if not self._left_alone(job):
                     return
                 step = steps[0] if job.reason != INVITED else None
         if step is None:
@@ -252,12 +253,12 @@ class Keeper:
             return True
         return False
 
-    def _left_alone(self, job: Job, arenas: list[Arena]) -> bool:
+    def _left_alone(self, job: Job) -> bool:
         """Whether the other nodes were waited for long enough; from then on each goes its own way."""
         job.met = job.met or time.monotonic()
         patience = MEETING_PATIENCE if not self._ending else MEETING_PATIENCE_AT_THE_END
         if time.monotonic() - job.met > patience and not job.alone:
-            self._partners.leave(job, arenas)
+            self._partners.leave(job)
             job.alone = True
         return job.alone
 

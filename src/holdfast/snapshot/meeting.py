@@ -12,15 +12,14 @@ from typing import Any
 
 from holdfast.snapshot.place import read_json, write_json
 
-PREFIX = ".meeting."
+FOLDER = ".meeting"
 
 
 class Meeting:
-    """As one node sees it; `token` tells one start of the run from another."""
+    """As one of the nodes sees it, which are numbered in the order of their ranks."""
 
-    def __init__(self, checkpoints: Path, token: str, node: int, nodes: int) -> None:
-        self._folder = checkpoints / f"{PREFIX}{token}"
-        self._node, self._nodes = node, nodes
+    def __init__(self, checkpoints: Path, node: int, nodes: int) -> None:
+        self._folder, self._node, self._nodes = checkpoints / FOLDER, node, nodes
 
     def agree(self, stamp: str, steps: Sequence[int]) -> int | None:
         """Says what this node holds; the step to write once it is known, None before. Does not wait."""
@@ -44,6 +43,12 @@ class Meeting:
         others = (read_json(self._path(node)) for node in range(self._nodes) if node != self._node)
         return {said["stamp"] for said in others if said} - set(self._choice()["stamps"])
 
+    def over(self) -> bool:
+        return not self._folder.exists()
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _choose(self) -> None:
         """When every node has said something since the last choice."""
         said = [read_json(self._path(node)) for node in range(self._nodes)]
@@ -59,13 +64,3 @@ class Meeting:
 
     def _path(self, node: int) -> Path:
         return self._folder / f"node-{node:05d}.json"
-
-
-def meetings_in(checkpoints: Path) -> list[Path]:
-    """The folders of meetings, of this start of the run and of earlier ones."""
-    return list(checkpoints.glob(f"{PREFIX}*"))
-
-
-def remove_meetings(checkpoints: Path) -> None:
-    for folder in meetings_in(checkpoints):
-        shutil.rmtree(folder, ignore_errors=True)

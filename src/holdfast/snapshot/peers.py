@@ -111,12 +111,20 @@ def run_secret(place: Place) -> bytes:
     return path.read_bytes()
 
 
-def call(place: Place, node: str) -> Line:
-    record = read_json(node_file(place, node))
-    if record is None:
-        raise ConnectionError(f"no keeper is known on {node}")
-    connection = socket.create_connection((record["address"], record["port"]), timeout=TIMEOUT)
-    return Line(connection, run_secret(place), server=False)
+def call(place: Place, node: str, patience: float = 0.0) -> Line:
+    """A line to the keeper of a node. `patience`: it may be just starting, and what is known of it be its predecessor's."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            record = read_json(node_file(place, node))
+            if record is None:
+                raise ConnectionError(f"no keeper is known on {node}")
+            connection = socket.create_connection((record["address"], record["port"]), timeout=TIMEOUT)
+            return Line(connection, run_secret(place), server=False)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def pull(place: Place, node: str, file: str, slot: int) -> Path:
@@ -124,7 +132,7 @@ def pull(place: Place, node: str, file: str, slot: int) -> Path:
     path = (
         place.path / f"{PULLED}{os.getpid()}-{hashlib.sha256(f'{node}/{file}/{slot}'.encode()).hexdigest()[:16]}.arena"
     )
-    line = call(place, node)
+    line = call(place, node, patience=TIMEOUT)
     line.send({"do": "get", "file": file, "slot": slot})
     answer = line.receive()
     if answer.get("trouble"):

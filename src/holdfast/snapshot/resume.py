@@ -30,6 +30,7 @@ from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, forget
 from holdfast.snapshot.peers import PULLED, pull
 from holdfast.snapshot.place import Place, open_arenas
 from holdfast.snapshot.smallstate import decode, set_random_state
+from holdfast.snapshot.starting import start_keeper
 
 if TYPE_CHECKING:
     from holdfast.snapshot.snapshots import Snapshots
@@ -79,6 +80,10 @@ def restore(snapshots: "Snapshots") -> Resumed:
     # A step that a rank has not done was not done; a desk that nobody sat at before does not count.
     reached = min(filter(None, team.gather(snapshots.reached)), default=0)
     suspected = _suspected(snapshots)
+    if team.first_here:
+        start_keeper(
+            snapshots.place
+        )  # others may pull from it; one that was killed a moment ago still seemed to be there
     held, complete, highest = _everything_held(snapshots)
     disk: list[list[Any]] = team.gather(_on_disk(snapshots.folder) if team.rank == 0 else None)[0]
     candidates: list[tuple[int, int, Any]] = [(key[0], 1, key) for key in held if key[0] < suspected]
