@@ -11,6 +11,7 @@ import pytest
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
 from holdfast.snapshot import peers
+from holdfast.snapshot.arena import SLOTS
 from holdfast.snapshot.desk import Desk, desk_name
 from holdfast.snapshot.place import Place, open_arenas, read_json, write_json
 
@@ -70,6 +71,29 @@ def test_a_lost_node_is_restored_from_its_peer(pair, check):
     pair.pace = 0.0
     check(pair, lost=8, sources=("mixed", "peer"))
     assert reached - pair.events("resumed")[0]["step"] <= 8
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_is_restored_although_copying_takes_many_steps(pair, check, lost):
+    """All that is left of the lost node is a copy of a step that is long past: the others must hold theirs of that step."""
+    pair.steps, pair.pace = 400, 0.02
+    launched = launch(pair)
+    wait_for(lambda: all(place.arenas() for place in places(pair)), "memory")
+    for place in places(pair):
+        (arena,) = open_arenas(place.arenas(), place.key)
+        slow = {"peer_bytes_per_second": arena.sizes.stride / 0.4}
+        write_json(place.path / "settings.json", {**read_json(place.path / "settings.json"), **slow})
+        arena.close()
+    before = len(shipped(pair))
+    wait_for(lambda: len(shipped(pair)) >= before + 5, "copies on the peers")
+    stop_everything(pair, launched)
+    copied, reached = shipped(pair)[-1], places(pair)[1 - lost].desks()[1 - lost]["step"]
+    assert reached - copied > 3, "copying takes many steps"
+    shutil.rmtree(places(pair)[lost].path)
+    pair.pace, pair.steps = 0.0, reached + 10
+    check(pair, lost=reached, sources=("mixed", "peer"))
+    (resumed,) = pair.events("resumed")
+    assert resumed["step"] in shipped(pair)
 
 
 def test_after_a_lost_node_a_second_crash_finds_everything_in_memory_too(pair, check):
@@ -215,11 +239,11 @@ def test_a_rank_that_had_no_slot_for_the_last_step_saves_it_in_the_end(pair):
     wait_for(lambda: path.exists() and Desk(path)["step"] >= 5, "the run to train")
     desk = Desk(path)
     (arena,) = open_arenas(place.arenas(), place.key)
-    for index in range(3):  # as if its disk took its time
+    for index in range(SLOTS):  # as if its disk took its time
         arena.pin(index, True)
     wait_for(lambda: desk["step"] == 20, "the last step")
     wait_for(lambda: desk["skipped"] >= 5, "snapshots without a slot")
-    for index in range(3):
+    for index in range(SLOTS):
         arena.pin(index, False)
     arena.close()
     assert launched.wait(pair)

@@ -118,7 +118,8 @@ def is_weight(text: str) -> bool:
 
 
 def snapshot_bytes(plan: Plan) -> int:
-    """Most that the snapshots take in a node's memory: two slots, and a third while one is written to disk."""
+    """Most that the snapshots take in a node's memory: two slots, and a third while one is written to disk; with peers two more
+    for what is copied to another node, and two for what is held for one."""
     from holdfast.models.flops import matrix_weights
     from holdfast.parallel.layout import padded_vocab_size
 
@@ -133,8 +134,8 @@ def snapshot_bytes(plan: Plan) -> int:
     # fp32 weight and two moments; norms, biases and headers are less than the two percent
     state = 12 * 1.02 * (matrix_weights(model, vocab) + embeddings)
     share = min(1.0, parallel.nproc_per_node / (layout.tensor * layout.pipeline))
-    copies = 2 if plan.config.snapshot.snapshot_mode == "peer" else 1
-    return int(3 * copies * share * state)
+    slots = 7 if plan.config.snapshot.snapshot_mode == "peer" else 3
+    return int(slots * share * state)
 
 
 def job_needs(config: Path | None) -> tuple[dict[str, Path], Path, int | None]:

@@ -2,11 +2,12 @@
 
     page 0          arena header: what run, rank, plan; sizes; its checksum
     page 1          words of the keeper: a pin per slot, the sequence number it has verified per slot
-    slot 0, 1, (2)  page: slot header | small state as JSON | row sums | the shard exactly as it would be on disk
+    slot 0, 1, (…)  page: slot header | small state as JSON | row sums | the shard exactly as it would be on disk
 
 The invariants: a slot is WRITING before its content is touched and READY after all of it is there, by one store of a header that
 carries its own checksum; so a kill at any instant leaves a slot that says what it is. Slots 0 and 1 are reserved at creation;
-slot 2 takes memory only while another slot is pinned (being written to disk). The file is never unlinked by a trainer.
+the others take memory only while slots are pinned (to be written to disk, or copied to another node). The file is never
+unlinked by a trainer.
 """
 
 import ctypes
@@ -31,8 +32,9 @@ from holdfast.errors import HoldfastError
 from holdfast.publish import temporary_beside
 from holdfast.snapshot.digest import ROW, digest_starts, rows_in, sum_rows
 
-MAGIC = b"HFARENA1"
-SLOTS = 3
+MAGIC = b"HFARENA2"
+SLOTS = 5
+RESERVED = 2
 EMPTY, WRITING, READY = 0, 1, 2
 DISK, PEER = 0, 1
 STATES = {EMPTY: "empty", WRITING: "writing", READY: "ready"}
@@ -239,7 +241,7 @@ class Arena:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, sizes.file(SLOTS))
-            os.posix_fallocate(descriptor, 0, sizes.file(2))
+            os.posix_fallocate(descriptor, 0, sizes.file(RESERVED))
             os.pwrite(descriptor, _pack_arena(rank, world, run, plan, sizes, generation), 0)
             if holding is not None:
                 cls._take_over(temporary, holding)
@@ -247,7 +249,7 @@ class Arena:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if error.errno == errno.ENOSPC:
-                raise HoldfastError(f"no room for {sizes.file(2):,} bytes in {path.parent}") from error
+                raise HoldfastError(f"no room for {sizes.file(RESERVED):,} bytes in {path.parent}") from error
             raise
         finally:
             os.close(descriptor)
@@ -259,9 +261,10 @@ class Arena:
         for index, header in enumerate(holding.headers()):
             if header.state != READY:
                 continue
-            if index == 2 and not arena.reserve_third():
+            if not arena.reserve(index):
                 raise OSError(errno.ENOSPC, "fallocate", str(path))
             arena.slot(index).take_over(holding.slot(index))
+            arena.pin(index, holding.pinned(index, PEER), PEER)
         arena.close()
 
     def grown(self, small_bytes: int) -> "Arena":
@@ -283,11 +286,11 @@ class Arena:
         if index not in self._slots:
             offset = _FIRST_SLOT + index * self.sizes.stride
             origin = f"{self.path} slot {index}"
-            self._slots[index] = Slot(self._descriptor, offset, self.sizes, origin, self.populate and index < 2)
+            self._slots[index] = Slot(self._descriptor, offset, self.sizes, origin, self.populate and index < RESERVED)
         return self._slots[index]
 
     def headers(self) -> list[SlotHeader]:
-        """The headers of all slots; the third is EMPTY while it takes no memory."""
+        """The headers of all slots; one that takes no memory is EMPTY."""
         return [self.slot(index).header() for index in range(SLOTS)]
 
     def find(self, step: int) -> tuple[Slot, SlotHeader] | None:
@@ -316,21 +319,22 @@ class Arena:
         (sequence,) = struct.unpack_from("<Q", self._words, _VERIFIED + 8 * index)
         return int(sequence)
 
-    def reserve_third(self) -> bool:
-        """Takes memory for the third slot; False where there is none."""
+    def reserve(self, index: int) -> bool:
+        """Takes memory for a slot, which the first two have from the beginning; False where there is none."""
         try:
-            os.posix_fallocate(self._descriptor, self.sizes.file(2), self.sizes.stride)
+            if index >= RESERVED:
+                os.posix_fallocate(self._descriptor, self.sizes.file(index), self.sizes.stride)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 return False
             raise
         return True
 
-    def release_third(self) -> None:
-        """Gives the third slot's memory back; its content reads as zeros, which is EMPTY."""
+    def release(self, index: int) -> None:
+        """Gives a slot's memory back; its content reads as zeros, which is EMPTY."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-        begin, length = self.sizes.file(2), self.sizes.stride
+        begin, length = self.sizes.file(index), self.sizes.stride
         if libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, length) != 0:
             raise OSError(ctypes.get_errno(), "fallocate", str(self.path))
 

@@ -1,7 +1,8 @@
 """A rank's desk: one shared page where it says that it lives, where it stands, and reads what is asked of it.
 
-The invariant: every field has one writer (the rank; `stop_at` rank 0 of the node's run), is one aligned word, and means
-something at any instant. A process is known by its number and its start time, so that a reused number is not taken for it.
+The invariant: every field has one writer (the rank; `stop_at` rank 0 of the node's run; `shipped` the keeper), is one aligned
+word, and means something at any instant. A process is known by its number and its start time, so that a reused number is not
+taken for it.
 """
 
 import mmap
@@ -27,6 +28,7 @@ _FIELDS = {
             "stop_at",
             "restarts",
             "skipped",
+            "shipped",
         ]
     )
 }
@@ -65,7 +67,7 @@ class Desk:
     def sit_down(self) -> None:
         """This process takes the desk."""
         self["status"] = 0
-        for name in ("wish", "stop_at", "step", "skipped"):
+        for name in ("wish", "stop_at", "step", "skipped", "shipped"):
             self[name] = 0
         self["ready"] = -1
         self["restarts"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -26,7 +26,9 @@ from holdfast.snapshot.arena import (
     DISK,
     EMPTY,
     NOTHING,
+    PEER,
     READY,
+    RESERVED,
     SLOTS,
     WRITING,
     Arena,
@@ -100,7 +102,7 @@ class Holder:
     def _grow(self) -> bool:
         """Moves into an arena with more room; False while a slot is being written to disk, or for want of memory."""
         assert self.arena is not None and self._last is not None
-        if any(self.arena.pinned(index) for index in range(SLOTS)):
+        if self.pinned():
             return False
         try:
             self.arena = self.arena.grown(self._last.small_bytes)
@@ -109,15 +111,21 @@ class Holder:
             return False
         return True
 
-    def pin(self, step: int) -> bool:
+    def pin(self, step: int, why: int = DISK) -> bool:
         """Keeps the slot of this step from being overwritten, until the keeper has written it to disk."""
         if self.arena is None:
             return False
         for index, header in enumerate(self.arena.headers()):
             if header.state == READY and header.step == step:
-                self.arena.pin(index, True)
+                self.arena.pin(index, True, why)
                 return True
         return False
+
+    def keep_for_peers(self, steps: Sequence[int | None]) -> None:
+        """Of these steps and no others the slots are kept until they are no longer among them."""
+        if self.arena is not None:
+            for index, header in enumerate(self.arena.headers()):
+                self.arena.pin(index, header.state == READY and header.step in steps, PEER)
 
     def pinned(self) -> bool:
         """A slot of this rank is waiting for the disk."""
@@ -135,16 +143,14 @@ class Holder:
     def _free_slot(self, arena: Arena, committed: int | None) -> int | None:
         headers = arena.headers()
         pinned = [arena.pinned(index) for index in range(SLOTS)]
-        if not any(pinned) and headers[2].state != EMPTY and headers[2].step != committed:
-            arena.slot(2).store(NOTHING)
-            if self._copier is not None:
-                self._copier.forget(arena.slot(2))
-            arena.slot(2).unregister()
-            arena.release_third()
-        for index in slots_to_use(headers, pinned, committed):
-            if index < 2 or arena.reserve_third():
-                return index
-        return None
+        for index in range(_usable(pinned), SLOTS):
+            if headers[index].state != EMPTY and headers[index].step != committed and not pinned[index]:
+                arena.slot(index).store(NOTHING)
+                if self._copier is not None:
+                    self._copier.forget(arena.slot(index))
+                arena.slot(index).unregister()
+                arena.release(index)
+        return next((index for index in slots_to_use(headers, pinned, committed) if arena.reserve(index)), None)
 
     def _replaced(self) -> bool:
         """A parameter's memory, a buffer or an optimizer's tensor is not the one that was looked at last."""
@@ -216,7 +222,7 @@ class Holder:
         team = self._team
         sizes = [sizes_for(lay_out(kept[rank]), small_bytes) for rank in team.here]
         if team.first_here:
-            _check_memory(self._place, sizes)
+            _check_memory(self._place, sizes, 3 if self._mode != "peer" or team.one_node else SLOTS + 2)
         own = sizes[team.here.index(team.rank)]
         return Arena.create(path, own, self._place.key, plan_hash(kept), team.rank, team.world, generation)
 
@@ -238,26 +244,31 @@ class Holder:
 
 
 def slots_to_use(headers: Sequence[SlotHeader], pinned: Sequence[bool], committed: int | None) -> list[int]:
-    """The slots that may be overwritten, best first: not pinned, not the newest common step; the third beside a pinned one.
+    """The slots that may be overwritten, best first: not pinned, not the newest common step; beyond the first two as many as
+    are pinned.
 
     Of two slots that hold the newest common step the younger one is kept.
     """
     holding = [header.sequence for header in headers if header.state == READY and header.step == committed]
     free = [
         (header.state == READY, header.sequence, index)
-        for index, header in enumerate(headers[: SLOTS if any(pinned) else 2])
+        for index, header in enumerate(headers[: _usable(pinned)])
         if not pinned[index] and not (header.state == READY and header.sequence == max(holding, default=0))
     ]
     return [index for _, _, index in sorted(free)]
 
 
-def _check_memory(place: Place, wanted: Sequence[Any]) -> None:
-    """Refuses, with the exact size to ask for, before anything is reserved."""
+def _usable(pinned: Sequence[bool]) -> int:
+    return min(SLOTS, RESERVED + sum(pinned))
+
+
+def _check_memory(place: Place, wanted: Sequence[Any], slots: int) -> None:
+    """Refuses, with the exact size to ask for, before anything is reserved; that is for `slots`, a peer's among them."""
     needed = sum(sizes.file(2) for sizes in wanted)
     usage = os.statvfs(place.path)
     free = usage.f_bavail * usage.f_frsize
     if needed > free:
-        most = sum(sizes.file(3) for sizes in wanted) + place.memory_bytes()
+        most = sum(sizes.file(slots) for sizes in wanted) + place.memory_bytes()
         memory = place.path.parent.parent
         raise HoldfastError(
             f"{memory} is too small for the snapshots of this node: two slots need {needed:,} bytes and {free:,} are free. "

@@ -1,8 +1,9 @@
 """Between keepers: copies of a node's snapshots in another node's memory, and pulling them back. TCP, checksums, no torch.
 
 Nodes form disjoint pairs (the last three a ring where they are odd), so losing two of many nodes rarely loses both copies. The
-invariants: a copy is READY only when all of it has come and its row sums verify; a chunk that arrives damaged is sent again;
-a broken connection is resumed where it broke; who does not know the run's secret gets nothing.
+invariants: all nodes copy the same step, which their ranks choose, and keep their own of it until all have copied a newer one, so
+that what a lost node leaves is of one step; a copy is READY only when all of it has come and its row sums verify; a chunk that
+arrives damaged is sent again; a broken connection is resumed where it broke; who does not know the run's secret gets nothing.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from holdfast.checkpoint.layout import PAGE
 from holdfast.errors import HoldfastError
 from holdfast.journal import Journal
 from holdfast.snapshot.arena import NOTHING, PEER, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
-from holdfast.snapshot.persisting import common_steps, held_at, newest_generation
+from holdfast.snapshot.persisting import Held, common_steps, held_at, newest_generation
 from holdfast.snapshot.place import Place, open_arenas, read_json, write_json
 
 CHUNK = 16 << 20
@@ -176,12 +177,13 @@ def _facts(arena: Arena) -> dict[str, Any]:
 
 
 class Peers:
-    """The keeper's side: serves other keepers and ships this node's newest common step to its peer, in threads of their own."""
+    """The keeper's side: serves other keepers and ships the step that the ranks chose to this node's peer, in threads of their
+    own."""
 
     def __init__(self, place: Place, journal: Journal) -> None:
         self._place, self._journal = place, journal
         self._secret = run_secret(place)
-        self._shipped = 0
+        self._shipped: list[SlotHeader] = []
         self._shipping: threading.Thread | None = None
         self._partial: dict[tuple[str, int], set[int]] = {}
         self._lock = threading.Lock()
@@ -205,19 +207,20 @@ class Peers:
 
     def _ship_newest(self, peer: str, settings: dict[str, Any]) -> None:
         arenas = newest_generation(open_arenas(self._place.arenas(), self._place.key))
-        steps = common_steps(arenas)
-        if not steps or steps[0] == self._shipped:
-            time.sleep(0.05)
-            return
-        begin, step = time.perf_counter(), steps[0]
-        held = [found for arena in arenas if (found := held_at(arena, step))]
+        held = _chosen(arenas)
+        headers = [found.header for found in held]
         try:
+            if not held or headers == self._shipped:
+                time.sleep(0.05)
+                return
+            begin, step = time.perf_counter(), headers[0].step
             for found in held:
-                found.arena.pin(found.index, True, PEER)
+                self._ship(peer, found, settings.get("peer_bytes_per_second", BYTES_PER_SECOND))
             if all(found.still_there() for found in held):
-                for found in held:
-                    self._ship(peer, found, settings.get("peer_bytes_per_second", BYTES_PER_SECOND))
-                self._shipped = step
+                self._shipped = headers
+                for rank, desk in self._place.desks().items():
+                    if rank in settings["here"]:
+                        desk["shipped"] = step
                 self._journal.event(
                     "snapshot", step=step, outcome="peer", node=peer, seconds=time.perf_counter() - begin
                 )
@@ -225,9 +228,8 @@ class Peers:
             print(f"step {step} could not be shipped to {peer}: {error}; trying again", flush=True)
             time.sleep(0.5)
         finally:
-            for found in held:
-                found.arena.pin(found.index, False, PEER)
-                found.arena.close()
+            for arena in arenas:
+                arena.close()
 
     def _ship(self, peer: str, held: Any, rate: float) -> None:
         line = call(self._place, peer)
@@ -338,6 +340,15 @@ class Peers:
                 return index
         ready = [known.sequence if known.state == READY else -1 for known in headers]
         return ready.index(min(ready))
+
+
+def _chosen(arenas: Sequence[Arena]) -> list[Held]:
+    """The slots of the newest step that all ranks here keep for the peer."""
+    for step in common_steps(arenas):
+        held = [found for arena in arenas if (found := held_at(arena, step))]
+        if held and all(found.arena.pinned(found.index, PEER) for found in held):
+            return held
+    return []
 
 
 def _address(place: Place) -> tuple[str, str]:

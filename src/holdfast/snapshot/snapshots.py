@@ -40,7 +40,7 @@ from holdfast.snapshot.quarantine import Quarantine
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.smallstate import Extra, encode, random_state
 from holdfast.snapshot.starting import start_keeper
-from holdfast.snapshot.team import Team
+from holdfast.snapshot.team import Heard, Team
 from holdfast.snapshot.wishes import SAVE, STOP, Wishes
 
 KEEPER_CHECK_SECONDS = 2.0
@@ -84,6 +84,9 @@ class Snapshots:
         self.copy_seconds = 0.0
         """How long the last copy took, beside the training."""
         self.skipped = 0
+        self._mode = mode if not self.team.one_node else "node"
+        self._shipped: int | None = None
+        self._shipping: int | None = None
         self._interval, self._layout_note = max(1, interval), dict(layout or {})
         self._shared = dict(shared or {})
         self._retention = (keep_last, keep_every)
@@ -155,6 +158,7 @@ class Snapshots:
         """Fills model, optimizer, extra state and random generators from the newest whole state there is; its step, or 0."""
         self._finish_copy()
         self._ready = -1  # what is done anew is held anew
+        self._shipped = self._shipping = None
         self.desk.beat(1)
         try:
             found = restore(self)
@@ -293,6 +297,16 @@ class Snapshots:
         self._committed = heard.committed if heard.committed is not None else self._committed
         self._stop_agreed |= heard.stop
         self._save_waits |= heard.save
+        if self._mode == "peer":
+            self._choose_for_peers(heard)
+
+    def _choose_for_peers(self, heard: Heard) -> None:
+        """All nodes copy the same step to their peers, and keep their own of it until all have copied a newer one: what is left
+        when a node is lost is of one step. The same on all ranks, since all heard the same."""
+        if heard.committed is None or heard.committed < 0 or self._shipping not in (None, heard.shipped):
+            return
+        self._shipped, self._shipping = self._shipping, heard.committed
+        self._holder.keep_for_peers((self._shipped, self._shipping))
 
     def _begin_copy(self, step: int) -> None:
         self.desk.beat(4)

@@ -22,6 +22,8 @@ GATE_SECONDS = 10.0
 class Heard(NamedTuple):
     committed: int | None
     """The step that this rank has READY, if all have it."""
+    shipped: int | None = None
+    """The step that every node has copied to another one, if it is the same."""
     stop: bool = False
     """Some rank wishes to stop."""
     save: bool = False
@@ -52,11 +54,12 @@ class Team:
         self._desks = {rank: Desk(self.place.path / desk_name(rank)) for rank in self.here}
 
     def announce(self, ready: int, stop: bool, save: bool) -> bool:
-        """Several nodes: tells all ranks the newest step this one has READY, and what it wishes. Does not wait; False if
-        what was told before has not been heard yet."""
+        """Several nodes: tells all ranks the newest step this one has READY, the newest that its node has copied to another one,
+        and what it wishes. Does not wait; False if what was told before has not been heard yet."""
         if self._gate is not None:
             return False
-        told = torch.tensor([ready, -ready, -int(stop), -int(save)], dtype=torch.int64)
+        shipped = self._desks[self.rank]["shipped"]
+        told = torch.tensor([ready, -ready, shipped, -shipped, -int(stop), -int(save)], dtype=torch.int64)
         self._gate = (dist.all_reduce(told, dist.ReduceOp.MIN, group=self.group, async_op=True), told)
         return True
 
@@ -69,8 +72,13 @@ class Team:
         work, told = self._gate
         self._gate = None
         work.wait()
-        lowest, minus_highest, minus_stop, minus_save = told.tolist()
-        return Heard(ready if lowest == ready == -minus_highest else None, minus_stop < 0, minus_save < 0)
+        lowest, minus_highest, shipped, minus_shipped, minus_stop, minus_save = told.tolist()
+        return Heard(
+            ready if lowest == ready == -minus_highest else None,
+            shipped if shipped == -minus_shipped else None,
+            minus_stop < 0,
+            minus_save < 0,
+        )
 
     def _all_have(self, step: int) -> bool:
         deadline = time.monotonic() + GATE_SECONDS
