@@ -2,34 +2,13 @@
 built beside other work, and `build` then only waits for the rest."""
 
 import os
-import threading
+from functools import partial
 from typing import Any
 
+from holdfast.tokenizers.background import Background
 from holdfast.tokenizers.recipe import Recipe
 
-
-class _Building(threading.Thread):
-    """Not a Future: loading those takes as long as a tenth of the tables."""
-
-    def __init__(self, definition: str) -> None:
-        super().__init__(name="fastokens-tables", daemon=True)
-        self._definition = definition
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._built = _build(self._definition)
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Any:
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self._built
-
-
-_begun: dict[str, _Building] = {}
+_begun: dict[str, Background[Any]] = {}
 
 
 def are_needed(recipe: Recipe, engine: str) -> bool:
@@ -39,8 +18,7 @@ def are_needed(recipe: Recipe, engine: str) -> bool:
 
 def begin(definition: str) -> None:
     """Starts to build the tables of a tokenizer.json in a thread; the next `build` of the same takes them."""
-    _begun[definition] = _Building(definition)
-    _begun[definition].start()
+    _begun[definition] = Background(partial(_build, definition))
 
 
 def build(definition: str) -> Any:

@@ -4,7 +4,6 @@ Byte-level BPE gives GPT-2's vocab.json and merges.txt, WordPiece gives BERT's v
 """
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import orjson
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.publish import publish_bytes
+from holdfast.tokenizers.background import Background
 from holdfast.tokenizers.recipe import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -70,16 +70,7 @@ class _Counted:
 
 def _interruptibly(learn: Callable[[], dict[str, bytes]], texts: _Counted) -> dict[str, bytes]:
     """What `learn` returns. The library does not hear Ctrl-C for minutes: it works in a thread, which ends with the program."""
-    outcome: list[dict[str, bytes] | BaseException] = []
-
-    def work() -> None:
-        try:
-            outcome.append(learn())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    thread = Background(learn)
     try:
         while thread.is_alive():
             thread.join(0.1)
@@ -87,9 +78,7 @@ def _interruptibly(learn: Callable[[], dict[str, bytes]], texts: _Counted) -> di
         texts.wanted = False
         thread.join(GOODBYE_SECONDS)
         raise
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    return thread.result()
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, bytes]:
