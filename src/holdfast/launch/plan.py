@@ -118,10 +118,10 @@ def is_weight(text: str) -> bool:
 
 
 def snapshot_bytes(plan: Plan) -> int:
-    """Most that the snapshots take in a node's memory: two slots, and a third while one is written to disk; with peers two more
-    for what is copied to another node, and two for what is held for one."""
+    """Most that the snapshots take in a node's memory."""
     from holdfast.models.flops import matrix_weights
     from holdfast.parallel.layout import padded_vocab_size
+    from holdfast.snapshot.arena import slots_at_most
 
     model, layout, parallel = plan.config.model, plan.layout, plan.config.parallel
     if model.vocab_size is None:
@@ -134,8 +134,7 @@ def snapshot_bytes(plan: Plan) -> int:
     # fp32 weight and two moments; norms, biases and headers are less than the two percent
     state = 12 * 1.02 * (matrix_weights(model, vocab) + embeddings)
     share = min(1.0, parallel.nproc_per_node / (layout.tensor * layout.pipeline))
-    slots = 7 if plan.config.snapshot.snapshot_mode == "peer" else 3
-    return int(slots * share * state)
+    return int(slots_at_most(plan.config.snapshot.snapshot_mode == "peer") * share * state)
 
 
 def job_needs(config: Path | None) -> tuple[dict[str, Path], Path, int | None]:

@@ -372,6 +372,12 @@ def forget(arena: Arena, keep: int | None) -> None:
             arena.pin(index, False, why)
 
 
+def slots_at_most(copied: bool) -> int:
+    """How many slots' memory a node may need: one more than reserved while it saves; where nodes copy to each other, all there
+    are, and the two that hold another node's."""
+    return SLOTS + 2 if copied else RESERVED + 1
+
+
 def arena_name(rank: int, world: int, plan: str) -> str:
     return f"rank-{rank:05d}-of-{world:05d}.{plan[:8]}.arena"
 

@@ -1,8 +1,8 @@
 """A rank's desk: one shared page where it says that it lives, where it stands, and reads what is asked of it.
 
-The invariant: every field has one writer (the rank; `stop_at` rank 0 of the node's run; `shipped` the keeper), is one aligned
-word, and means something at any instant. A process is known by its number and its start time, so that a reused number is not
-taken for it.
+The invariant: every field has one writer (the rank; `stop_at` rank 0 of the node's run; `shipped` the keeper, after the rank has
+cleared it), is one aligned word, and means something at any instant. A process is known by its number and its start time, so
+that a reused number is not taken for it.
 """
 
 import mmap

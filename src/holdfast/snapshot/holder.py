@@ -36,6 +36,7 @@ from holdfast.snapshot.arena import (
     SlotHeader,
     arena_name,
     sizes_for,
+    slots_at_most,
 )
 from holdfast.snapshot.copying import Copier, Copy
 from holdfast.snapshot.place import Place
@@ -45,6 +46,8 @@ from holdfast.snapshot.team import Team
 class Holder:
     def __init__(self, state: State, team: Team, place: Place, mode: str, on_ready: Callable[[int], None]) -> None:
         self._state, self._team, self._place, self._mode, self._on_ready = state, team, place, mode, on_ready
+        self.copied = mode == "peer" and not team.one_node
+        """What this node holds is copied to another one."""
         self.arena: Arena | None = None
         self.plan: dict[str, Any] = {"writers": [], "complete": [], "token": ""}
         """What the keeper must know of the plan: whose pieces make up the state, and a name for this start of the run."""
@@ -111,13 +114,13 @@ class Holder:
             return False
         return True
 
-    def pin(self, step: int, why: int = DISK) -> bool:
+    def pin(self, step: int) -> bool:
         """Keeps the slot of this step from being overwritten, until the keeper has written it to disk."""
         if self.arena is None:
             return False
         for index, header in enumerate(self.arena.headers()):
             if header.state == READY and header.step == step:
-                self.arena.pin(index, True, why)
+                self.arena.pin(index, True)
                 return True
         return False
 
@@ -222,7 +225,7 @@ class Holder:
         team = self._team
         sizes = [sizes_for(lay_out(kept[rank]), small_bytes) for rank in team.here]
         if team.first_here:
-            _check_memory(self._place, sizes, 3 if self._mode != "peer" or team.one_node else SLOTS + 2)
+            _check_memory(self._place, sizes, slots_at_most(self.copied))
         own = sizes[team.here.index(team.rank)]
         return Arena.create(path, own, self._place.key, plan_hash(kept), team.rank, team.world, generation)
 

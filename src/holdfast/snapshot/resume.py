@@ -81,9 +81,8 @@ def restore(snapshots: "Snapshots") -> Resumed:
     reached = min(filter(None, team.gather(snapshots.reached)), default=0)
     suspected = _suspected(snapshots)
     if team.first_here:
-        start_keeper(
-            snapshots.place
-        )  # others may pull from it; one that was killed a moment ago still seemed to be there
+        # Others may pull from it; one that was killed a moment ago still seemed to be there.
+        start_keeper(snapshots.place)
     held, complete, highest = _everything_held(snapshots)
     disk: list[list[Any]] = team.gather(_on_disk(snapshots.folder) if team.rank == 0 else None)[0]
     candidates: list[tuple[int, int, Any]] = [(key[0], 1, key) for key in held if key[0] < suspected]

@@ -84,8 +84,6 @@ class Snapshots:
         self.copy_seconds = 0.0
         """How long the last copy took, beside the training."""
         self.skipped = 0
-        self._mode = mode if not self.team.one_node else "node"
-        self._shipped: int | None = None
         self._shipping: int | None = None
         self._interval, self._layout_note = max(1, interval), dict(layout or {})
         self._shared = dict(shared or {})
@@ -158,7 +156,8 @@ class Snapshots:
         """Fills model, optimizer, extra state and random generators from the newest whole state there is; its step, or 0."""
         self._finish_copy()
         self._ready = -1  # what is done anew is held anew
-        self._shipped = self._shipping = None
+        self._shipping = None
+        self.desk["shipped"] = 0
         self.desk.beat(1)
         try:
             found = restore(self)
@@ -297,7 +296,7 @@ class Snapshots:
         self._committed = heard.committed if heard.committed is not None else self._committed
         self._stop_agreed |= heard.stop
         self._save_waits |= heard.save
-        if self._mode == "peer":
+        if self._holder.copied:
             self._choose_for_peers(heard)
 
     def _choose_for_peers(self, heard: Heard) -> None:
@@ -305,8 +304,8 @@ class Snapshots:
         when a node is lost is of one step. The same on all ranks, since all heard the same."""
         if heard.committed is None or heard.committed < 0 or self._shipping not in (None, heard.shipped):
             return
-        self._shipped, self._shipping = self._shipping, heard.committed
-        self._holder.keep_for_peers((self._shipped, self._shipping))
+        copied, self._shipping = self._shipping, heard.committed
+        self._holder.keep_for_peers((copied, self._shipping))
 
     def _begin_copy(self, step: int) -> None:
         self.desk.beat(4)
