@@ -56,7 +56,7 @@ def train_command(arguments: list[str]) -> None:
         return
     check_data(config)
     open_run_folder(config)
-    from holdfast.launch.local import start_ranks
+    from holdfast.train.supervisor import start_ranks
 
     start_ranks(config)
 
