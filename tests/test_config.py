@@ -42,3 +42,10 @@ def test_a_wrong_key_or_value_is_named_with_the_way_out(toml, said):
     with pytest.raises(UsageError) as caught:
         config_from_tables(tomllib.loads(toml), source="x.toml")
     assert said in str(caught.value)
+
+
+def test_train_accepts_every_tokenizer_type_that_preprocess_accepts():
+    from holdfast.tokenizers.recipe import TYPES
+
+    for name in TYPES:
+        assert config_from_tables({"data": {"tokenizer_type": name}}, "test").data.tokenizer_type == name

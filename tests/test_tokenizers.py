@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli import run
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.tokenizers import Tokenizer, build_tokenizer
 from holdfast.tokenizers.training import TokenizerKind, train_tokenizer
@@ -203,13 +204,27 @@ def test_another_vocabulary_has_another_digest(folder: Path, tmp_path: Path) -> 
 def test_training_is_repeatable_and_of_the_wanted_size(folder: Path, tmp_path: Path) -> None:
     train_tokenizer(LEARNT, tmp_path, 300)
     assert len(json.loads((tmp_path / "vocab.json").read_text())) == 300
-    train_tokenizer(LEARNT, tmp_path, 500)
+    train_tokenizer(LEARNT, tmp_path, 500, overwrite=True)
     for name in ("vocab.json", "merges.txt"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
     vocabulary = json.loads((folder / "vocab.json").read_text())
     assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
     assert vocabulary["<|endoftext|>"] == len(vocabulary) - 1
     assert (folder / "vocab.txt").read_text().split("\n")[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def test_an_existing_tokenizer_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(LEARNT))
+    command = ["tokenizer", "train", "--input", str(text), "--output-dir", str(tmp_path), "--vocab-size"]
+    run([*command, "300"])
+    before = (tmp_path / "vocab.json").read_bytes()
+    with pytest.raises(HoldfastError, match=r"vocab\.json exists already.*--overwrite"):
+        run([*command, "320"])
+    assert (tmp_path / "vocab.json").read_bytes() == before
+    run([*command, "320", "--overwrite"])
+    assert len(json.loads((tmp_path / "vocab.json").read_text())) == 320
+    run([*command, "100", "--type", "wordpiece"])  # other files: nothing to replace
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from holdfast.errors import UsageError
 
+TokenizerType = Literal[
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -81,14 +92,7 @@ class DataConfig:
     """Shares of the documents for training, validation and test."""
     seq_length: int = 1024
     """Tokens per sample."""
-    tokenizer_type: Literal[
-        "GPT2BPETokenizer",
-        "BertWordPieceLowerCase",
-        "BertWordPieceCase",
-        "HuggingFaceTokenizer",
-        "SentencePieceTokenizer",
-        "TikTokenizer",
-    ] = "GPT2BPETokenizer"
+    tokenizer_type: TokenizerType = "GPT2BPETokenizer"
     """Kind of tokenizer that made the data."""
     vocab_file: str | None = None
     """vocab.json (GPT-2) or vocab.txt (BERT); a catalog name works too."""

@@ -46,6 +46,15 @@ def test_prompts_come_from_a_file_or_standard_input(gpt2, tmp_path, capsys, monk
     assert capsys.readouterr().out == from_file and from_file.startswith("the lazy dog")
 
 
+def test_a_prompt_file_that_is_not_utf8_is_refused_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "latin1.txt").write_bytes("na\u00efve".encode("latin-1"))
+    with pytest.raises(UsageError, match=r"latin1\.txt is not UTF-8 text \(byte 2"):
+        run(["generate", "model", "--prompt-file", str(tmp_path / "latin1.txt")])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfea"), "utf-8"))
+    with pytest.raises(UsageError, match="standard input is not UTF-8"):
+        run(["generate", "model", "--prompt-file", "-"])
+
+
 def test_wrong_use_is_named(gpt2, tmp_path):
     with pytest.raises(UsageError, match="--prompt"):
         run(["generate", str(gpt2.run)])

@@ -3,8 +3,8 @@
 import sys
 from typing import Literal
 
+from holdfast.config import TokenizerType
 from holdfast.flags import Words, words
-from holdfast.tokenizers.recipe import TokenizerType
 
 TEXT = words("text")
 BAD_LINES_EXIT_CODE = 3
@@ -148,6 +148,7 @@ def train_tokenizer(
     type: Literal["bpe", "wordpiece", "wordpiece-cased"] = "bpe",
     json_keys: Words = TEXT,
     on_bad_line: Literal["fail", "skip"] = "fail",
+    overwrite: bool = False,
     json: bool = False,
 ) -> None:
     """Learn a tokenizer from your own text: vocab.json and merges.txt (bpe), or vocab.txt (wordpiece).
@@ -161,6 +162,7 @@ def train_tokenizer(
         type: bpe is GPT-2's byte-level BPE; wordpiece is BERT's, lower-cased or cased.
         json_keys: Keys whose texts are learnt from.
         on_bad_line: fail stops at the first line that is no document; skip leaves such lines out.
+        overwrite: Replace a tokenizer that is in the folder. Runs keep a copy of their own; datasets do not.
         json: Print the paths as JSON.
     """
     from holdfast.data.texts import Texts
@@ -170,7 +172,7 @@ def train_tokenizer(
     with progress("tokenizer train") as bar:
         texts = Texts(input, json_keys, on_bad_line, bar)
         # Standard input cannot be read again.
-        paths = train(iter(texts) if "-" in input else texts, output_dir, vocab_size, type)
+        paths = train(iter(texts) if "-" in input else texts, output_dir, vocab_size, type, overwrite=overwrite)
     if json:
         import orjson
 

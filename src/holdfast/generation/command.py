@@ -47,7 +47,7 @@ def generate_command(
     """
     prompts = list(prompt)
     if prompt_file is not None:
-        prompts.append(sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text())
+        prompts.append(read_prompt(prompt_file))
     if not prompts:
         raise UsageError('give --prompt "..." or --prompt-file FILE')
     from holdfast.generation.engine import generate
@@ -74,3 +74,15 @@ def generate_command(
         if number:
             print("---")
         print(completion.text)
+
+
+def read_prompt(path: Path) -> str:
+    """The text of a prompt file; `-` is standard input."""
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        where = "standard input" if str(path) == "-" else str(path)
+        raise UsageError(
+            f"{where} is not UTF-8 text (byte {error.start}: {error.reason}); convert it first, "
+            "e.g. with iconv -f latin1 -t utf-8"
+        ) from None

@@ -11,20 +11,11 @@ from typing import Any, Literal, get_args
 
 import orjson
 
+from holdfast.config import TokenizerType
 from holdfast.errors import HoldfastError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 MERGE = re.compile(r"^(?!#version)[^ \n]* [^ \n]*$", re.MULTILINE)
-TokenizerType = Literal[
-    "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-]
 TYPES: tuple[str, ...] = get_args(TokenizerType)
 
 

@@ -20,19 +20,35 @@ if TYPE_CHECKING:
     from tokenizers import normalizers
 
 TokenizerKind = Literal["bpe", "wordpiece", "wordpiece-cased"]
+FILE_NAMES: dict[TokenizerKind, tuple[str, ...]] = {
+    "bpe": ("vocab.json", "merges.txt"),
+    "wordpiece": ("vocab.txt",),
+    "wordpiece-cased": ("vocab.txt",),
+}
 BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CHARACTERS_REMEMBERED = 50_000_000
 GOODBYE_SECONDS = 0.5
 
 
 def train_tokenizer(
-    texts: Iterable[str], output_dir: Path | str, vocab_size: int, kind: TokenizerKind = "bpe"
+    texts: Iterable[str],
+    output_dir: Path | str,
+    vocab_size: int,
+    kind: TokenizerKind = "bpe",
+    *,
+    overwrite: bool = False,
 ) -> tuple[Path, ...]:
     """Learns a vocabulary of at most `vocab_size` tokens and publishes its files; returns their paths.
 
+    Files that exist already are kept, and the call fails, unless `overwrite` is set: datasets and runs depend on them.
     For a WordPiece vocabulary the texts are read twice; those of an iterator are kept in memory for that.
     """
     folder = Path(output_dir)
+    existing = [folder / name for name in FILE_NAMES[kind] if (folder / name).exists()]
+    if existing and not overwrite:
+        raise HoldfastError(
+            f"{existing[0]} exists already; choose another --output-dir, or pass --overwrite to replace the tokenizer"
+        )
     smallest = 257 if kind == "bpe" else len(BERT_SPECIAL) + 2
     if vocab_size < smallest:
         raise UsageError(f"--vocab-size {vocab_size} is too small: a {kind} vocabulary starts at {smallest}")
