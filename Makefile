@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow check format clean
+# Most tests wait for processes, so there are more workers than cores.
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder --max-worker-restart 2
+
+.PHONY: demo test test-all check format clean
 
 demo: $(READY)
 	$(BIN)/holdfast demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
-test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+# What `make test` leaves out, and only that.
+test-all: $(READY)
+	$(PYTEST) -m 'slow and not gpu'
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,65 +1,60 @@
 """For the whole suite: Ctrl-C works in it, and nothing that it started outlives it."""
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
+
+from tests import leftovers
 
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and so would every program it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MARK = "HOLDFAST_TEST_SESSION"
 EXIT_SECONDS = 60.0
-
-if MARK not in os.environ:
-    os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
-    OWNER = os.getpid()
-else:
-    OWNER = 0
+mark_key = pytest.StashKey[str]()
+status_key = pytest.StashKey[int]()
 
 
-def started_here() -> list[int]:
-    """The processes that carry this session's mark, whoever their parent is by now."""
-    mark = f"{MARK}={os.environ[MARK]}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[mark_key] = leftovers.begin()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Keepers linger by design, and a rank that lost its peers may wait for minutes: whoever waits for this session's output
-    must not wait for them. A thread that keeps the interpreter from ending is shown, and ends with it."""
-    if os.getpid() != OWNER:
-        return
-    for process in started_here():
-        with contextlib.suppress(OSError):
-            name = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            os.kill(process, signal.SIGKILL)
-            if "from multiprocessing." not in name:  # its servers would have gone with this process
-                print(f"left behind and killed: {process} {name[:150]}", file=sys.stderr)
+    """Keepers linger by design, and a rank that lost its peers may wait for minutes: the reader of this session's output must not
+    wait for them. A thread that keeps the interpreter from ending is shown, and ends with it."""
+    for command in leftovers.kill_all(config.stash[mark_key]):
+        if "from multiprocessing." not in command:  # its servers would have ended with this process
+            print(f"left behind and killed: {command}", file=sys.stderr)
     for child in multiprocessing.active_children():
         child.kill()
-    watchdog = threading.Timer(EXIT_SECONDS, _end_hard, [getattr(config, "exit_status", 1)])
+    watchdog = threading.Timer(EXIT_SECONDS, _end_hard, [config.stash.get(status_key, 1)])
     watchdog.daemon = True
     watchdog.start()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    session.config.exit_status = int(exitstatus)  # type: ignore[attr-defined]
+    session.config.stash[status_key] = int(exitstatus)
 
 
 def _end_hard(status: int) -> None:
     print(f"the interpreter did not end within {EXIT_SECONDS:.0f} s:", file=sys.stderr)
     faulthandler.dump_traceback()
     os._exit(status)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Parallel workers take one file at a time, so that its module fixtures are made once, and one worker takes all tests of the
+    Slurm cluster. Those wait most, so they come first."""
+    yield
+    for item in items:
+        slurm = "cluster" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("slurm" if slurm else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: "cluster" not in getattr(item, "fixturenames", ()))

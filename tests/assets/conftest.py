@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.leftovers import NAME as SESSION
+
 from .loopback import Server
 
 
@@ -18,7 +20,8 @@ def server() -> Iterator[Server]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own, and none of the user's settings."""
     for name in list(os.environ):
-        if name.startswith("HOLDFAST_") or name in ("MEGATRON_CACHE", "LOCAL_RANK", "RANK") or "PROXY" in name.upper():
+        ours = name.startswith("HOLDFAST_") and name != SESSION
+        if ours or name in ("MEGATRON_CACHE", "LOCAL_RANK", "RANK") or "PROXY" in name.upper():
             monkeypatch.delenv(name)
     folder = tmp_path / "cache"
     monkeypatch.setenv("HOLDFAST_CACHE", str(folder))
