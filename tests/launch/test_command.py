@@ -76,6 +76,33 @@ def test_the_command_of_every_pod_is_one_that_we_understand(kind: str, tmp_path:
         assert parsed.train.save == "/fsx/runs/tiny"
 
 
+def test_a_run_whose_name_starts_with_a_digit_gets_objects_that_kubernetes_takes() -> None:
+    """The command of docs/clusters.md, whose run is called 345m."""
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    command = page[page.index("    holdfast launch kubernetes train") :].split("\n\n")[0].replace("\\\n", " ")
+    manifests = rendered(*command.split()[3:])
+    assert {manifest["metadata"]["name"] for manifest in manifests} == {"run-345m"}
+    for manifest in manifests:
+        check(manifest)
+
+
+@pytest.mark.parametrize("given", [["--image", "mine:1"], ["--image=mine:1"]])
+def test_the_image_that_was_given_wins_over_the_environment(given: list[str]) -> None:
+    cluster = [*CLUSTER[2:], *given]
+    done = holdfast("launch", "kubernetes", *TRAIN, *cluster, IMAGE="environment:1")
+    assert done.returncode == 0, done.stderr
+    assert "image: mine:1" in done.stdout
+    assert "environment:1" not in done.stdout
+
+
+def test_the_image_comes_from_the_environment_or_is_asked_for() -> None:
+    assert (
+        "image: environment:1" in holdfast("launch", "kubernetes", *TRAIN, *CLUSTER[2:], IMAGE="environment:1").stdout
+    )
+    missing = holdfast("launch", "kubernetes", *TRAIN, *CLUSTER[2:], IMAGE="")
+    assert (missing.returncode, "--image" in missing.stderr) == (2, True)
+
+
 def test_the_commands_of_preprocessing_are_ones_that_we_understand() -> None:
     files = [
         "--input",
@@ -113,7 +140,7 @@ def test_skipped_lines_are_no_failure_to_kubernetes(tmp_path: Path, code: int, s
         (["--save", "/scratch/run"], 2, "save = /scratch/run lies on no volume claim"),
         (["--tensor-model-parallel-size", "3"], 1, "cannot be divided by"),
         (["--apply", "--dry-run"], 2, "exclude each other"),
-        (["--name", "1st"], 2, "choose one with --name"),
+        (["--name", "..."], 2, "give --name"),
     ],
 )
 def test_what_cannot_work_is_refused(changes: list[str], code: int, reason: str) -> None:

@@ -251,11 +251,20 @@ def test_paths_outside_the_volume_claims_are_refused() -> None:
         require_on_claims(KubernetesOptions(image="x", pvc=("fsx",)), {})
 
 
-@pytest.mark.parametrize(("text", "name"), [("GPT 345M (run)", "gpt-345m-run"), ("a" * 80, "a" * 50)])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("GPT 345M (run)", "gpt-345m-run"),
+        ("a" * 80, "a" * 50),
+        ("345m", "run-345m"),
+        ("2026-11-15", "run-2026-11-15"),
+        ("9" * 80, "run-" + "9" * 46),
+    ],
+)
 def test_names_become_what_kubernetes_takes(text: str, name: str) -> None:
     assert object_name(text) == name
 
 
-def test_a_name_without_letters_is_refused() -> None:
+def test_a_name_without_letters_and_digits_is_refused() -> None:
     with pytest.raises(UsageError, match="--name"):
-        object_name("2026-11-15")
+        object_name("...")

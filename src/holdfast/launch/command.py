@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -110,15 +111,17 @@ def submit_scripts(run: Path, scripts: dict[str, str]) -> None:
 def launch_kubernetes(arguments: list[str]) -> None:
     from holdfast.launch.kubernetes import KubernetesOptions
 
-    default_image = [] if "--image" in arguments or "IMAGE" not in os.environ else ["--image", os.environ["IMAGE"]]
     verb, options, rest = split(
         "kubernetes",
-        [*arguments, *default_image],
+        arguments,
         KubernetesOptions,
         KUBERNETES_HELP,
         {"train": kubernetes_train, "preprocess": kubernetes_preprocess},
     )
-    verb(options, rest)
+    image = options.image or os.environ.get("IMAGE")
+    if not image:
+        raise UsageError("give the container image with --image, or set $IMAGE")
+    verb(replace(options, image=image), rest)
 
 
 launch_kubernetes.parses_its_own_arguments = True  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ GRACE_SECONDS = 300
 class KubernetesOptions:
     """What the job asks of the cluster. Every other flag goes to the verb."""
 
-    image: str
+    image: str | None = None
     """Container image, e.g. registry.example/holdfast:0.1.0. Default: $IMAGE."""
     nodes: int = 1
     """Pods: nodes of the training job, or how many partitions are preprocessed at the same time."""
@@ -44,7 +44,7 @@ class KubernetesOptions:
     kind: Kind = "job"
     """Indexed Job, JobSet, Kubeflow's PyTorchJob (training operator) or TrainJob (trainer v2)."""
     name: str | None = None
-    """Name of the job. Default: that of the run folder."""
+    """Name of the job. Default: that of the run folder, with `run-` in front of a digit."""
     namespace: str = "default"
     """Namespace of everything."""
     pvc: tuple[str, ...] = ()
@@ -270,8 +270,9 @@ def claims(options: KubernetesOptions) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts of the claims that the user gave."""
     volumes, mounts = [], []
     for claim, path in claim_paths(options).items():
-        volumes.append({"name": f"claim-{claim}", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": f"claim-{claim}", "mountPath": path})
+        name = object_name(f"claim-{claim}")  # a claim's name may hold dots, a volume's may not
+        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": name, "mountPath": path})
     return volumes, mounts
 
 
@@ -334,12 +335,14 @@ def field(path: str) -> Manifest:
 
 
 def object_name(text: str) -> str:
-    """A name that Kubernetes takes for objects and host names."""
+    """A name that Kubernetes takes for objects, services and host names: it starts with a letter (RFC 1035)."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not name:
+        raise UsageError(f"'{text}' has no letter or digit to name the Kubernetes job by; give --name")
+    if not name[0].isalpha():
+        name = f"run-{name}"
     # pods append an index of up to five digits, and a host name has 63 characters
-    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].strip("-")
-    if not name or not name[0].isalpha():
-        raise UsageError(f"'{text}' gives no name for Kubernetes; choose one with --name")
-    return name
+    return name[:50].strip("-")
 
 
 def to_yaml(manifests: Sequence[Manifest]) -> str:
