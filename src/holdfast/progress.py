@@ -33,6 +33,11 @@ def say(message: str) -> None:
             print(message, file=sys.stderr, flush=True)
 
 
+def count_of(number: int, noun: str) -> str:
+    """A number with its noun, singular or plural: `1 bad line`, `2 bad lines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @contextmanager
 def progress(title: str, total: float | None = None, unit: str = "B") -> Iterator[Bar]:
     """A bar over `total` units (`B` counts bytes in MB/s; any other unit is shown as its name)."""

@@ -1,5 +1,6 @@
 """The demo, as `make demo` runs it, with fewer steps: every act happens and is proven."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ path.STEPS, path.KILL_AT = 24, 12
 path.TRAINING.update({"train-iters": 24, "eval-interval": 8, "num-layers": 2, "hidden-size": 64, "micro-batch-size": 2,
                       "global-batch-size": 4})
 from holdfast.demo import command
-command.demo_command(workdir=__import__("pathlib").Path(sys.argv[1]))
+command.demo_command(workdir=__import__("pathlib").Path(sys.argv[1]), json=True)
 """
 
 
@@ -28,7 +29,8 @@ def test_the_demo_kills_a_rank_resumes_from_memory_and_generates(tmp_path):
     assert done.returncode == 0, done.stderr
     for said in ("killed rank process", "resumed from memory", "bit-identical", "validation loss", "what to try next"):
         assert said in done.stderr, done.stderr
-    assert done.stdout.startswith("def main(")
+    result = json.loads(done.stdout)
+    assert result["text"].startswith("def main(") and result["resumed"]["source"] == "memory"
     losses = [
         record["validation_loss"]
         for record in read_journal(tmp_path / "demo" / "undisturbed" / "metrics.jsonl")

@@ -1,14 +1,17 @@
 """`holdfast demo`."""
 
-import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.demo.path import Training
 
 PROMPT = "def main("
 
 
-def demo_command(*, keep: bool = True, workdir: Path | None = None) -> None:
+def demo_command(*, keep: bool = True, workdir: Path | None = None, json: bool = False) -> None:
     """The whole path on this machine, offline, in a few minutes on a CPU, with a rank killed on the way.
 
     Examples:
@@ -19,16 +22,18 @@ def demo_command(*, keep: bool = True, workdir: Path | None = None) -> None:
 
     Args:
         keep: Leave the files for you to look at.
-        workdir: Where they go. Unset: ./demo, or a temporary folder with --no-keep.
+        workdir: Where they go: a folder that is new, empty, or from an earlier demo. Unset: ./demo, or a temporary folder
+            with --no-keep.
+        json: Print the measured values and the text as JSON.
     """
-    from holdfast.demo.path import KILL_AT, STEPS, clear, prepare, same_weights, train
+    from holdfast.demo import folder as own_folder
+    from holdfast.demo.path import KILL_AT, STEPS, prepare, same_weights, train
     from holdfast.errors import HoldfastError
-    from holdfast.progress import say
+    from holdfast.progress import count_of, say
 
     begin = time.perf_counter()
     work = (workdir or (Path("demo") if keep else Path(tempfile.mkdtemp(prefix="holdfast-demo-")))).resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    clear(work)
+    own_folder.claim(work)
     tokenizer, prefix, numbers = prepare(work)
 
     calm = train(work, "undisturbed", tokenizer, prefix, kill_at=None)
@@ -40,7 +45,7 @@ def demo_command(*, keep: bool = True, workdir: Path | None = None) -> None:
     identical = same_weights(calm.folder, torn.folder)
     say(
         f"5. the same, with a rank killed at step {torn.killed_at}: resumed from {torn.resumed['source']} at step "
-        f"{torn.resumed['step']}, {torn.resumed['steps_lost']} step(s) lost, state restored in "
+        f"{torn.resumed['step']}, {count_of(torn.resumed['steps_lost'], 'step')} lost, state restored in "
         f"{torn.resumed['seconds']:.2f} s"
     )
     if not identical:
@@ -53,10 +58,30 @@ def demo_command(*, keep: bool = True, workdir: Path | None = None) -> None:
     say("6. convert      a Hugging Face folder that transformers loads as it is")
     text = generate(folder, PROMPT, max_new_tokens=60, temperature=0.8, top_k=40, seed=7)[0].text
     say("7. generate     " + repr(PROMPT))
-    print(text)
-    say(summary(work, numbers, time.perf_counter() - begin, keep))
+    seconds = time.perf_counter() - begin
+    print(_as_json(work, keep, numbers, calm, torn, text, seconds) if json else text)
+    say(summary(work, numbers, seconds, keep))
     if not keep:
-        shutil.rmtree(work)
+        own_folder.remove(work)
+
+
+def _as_json(
+    work: Path, keep: bool, numbers: dict[str, int], calm: "Training", torn: "Training", text: str, seconds: float
+) -> str:
+    import orjson
+
+    assert torn.resumed is not None
+    result = {
+        "workdir": str(work) if keep else None,
+        **numbers,
+        "validation_loss": [calm.first_loss, calm.last_loss],
+        "killed_at": torn.killed_at,
+        "resumed": {key: torn.resumed[key] for key in ("source", "step", "steps_lost", "seconds")},
+        "bit_identical": True,
+        "text": text,
+        "seconds": seconds,
+    }
+    return orjson.dumps(result).decode()
 
 
 def summary(work: Path, numbers: dict[str, int], seconds: float, keep: bool) -> str:

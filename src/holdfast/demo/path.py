@@ -1,7 +1,6 @@
 """The acts of the demo, each the real verb on real files."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -120,13 +119,3 @@ def same_weights(left: Path, right: Path) -> bool:
         if set(one.tensors) != set(other.tensors):
             return False
         return all(one.tensor(name).tobytes() == other.tensor(name).tobytes() for name in one.tensors)
-
-
-def clear(work: Path) -> None:
-    """Removes what an earlier demo left in its folder, and nothing else."""
-    names = ("corpus.jsonl", "tokenizer", "undisturbed", "disturbed", "undisturbed.log", "disturbed.log", "huggingface")
-    for path in [*(work / name for name in names), *work.glob("stdlib*")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
