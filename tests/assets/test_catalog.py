@@ -38,3 +38,9 @@ def test_every_entry_is_usable():
             assert wanted.sha256 is None or (len(wanted.sha256) == 64 and wanted.size)
     urls = [wanted.url for known in CATALOG.values() for wanted in known.files.values()]
     assert len(urls) == len(set(urls))
+
+
+def test_the_wikipedia_dump_is_the_one_that_all_workers_read_and_the_docs_name():
+    dump = wanted_file("enwiki")
+    assert "multistream" in dump.url and dump.url.endswith(f"/{dump.name}")
+    assert dump.name in (Path(__file__).parents[2] / "docs" / "data.md").read_text()

@@ -113,6 +113,14 @@ def test_articles_come_out_of_a_multistream_dump(tmp_path: Path) -> None:
     assert len(cut_into(find_inputs([dump])[0], 4)) == 5
 
 
+def test_a_folder_brings_its_dumps_and_not_the_tables_of_their_streams(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.xml", "c-multistream.xml.bz2", "c-multistream-index.txt.bz2", "d.xml.gz", "e.html"):
+        (tmp_path / name).write_bytes(b"")
+    found = find_inputs([tmp_path])
+    assert [Path(file.path).name for file in found] == ["a.jsonl", "b.xml", "c-multistream.xml.bz2", "d.xml.gz"]
+    assert [file.source for file in found[1:]] == ["wikipedia"] * 3
+
+
 @pytest.mark.parametrize("unit_bytes", [1, 7, 100, 1000, 10**6])
 def test_cuts_of_plain_xml_may_fall_anywhere(tmp_path: Path, unit_bytes: int) -> None:
     dump = write(tmp_path / "dump.xml", (HEADER + "".join(PAGES) + "</mediawiki>\n").encode())

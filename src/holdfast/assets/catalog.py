@@ -108,11 +108,11 @@ CATALOG: dict[str, Known] = {
         },
     ),
     "enwiki": Known(
-        "the newest dump of English Wikipedia's articles",
+        "the newest dump of English Wikipedia's articles, in many bz2 streams, so that all workers read it at once",
         {
             "text": Wanted(
-                "https://dumps.wikimedia.org/enwiki/latest/enwiki-latest-pages-articles.xml.bz2",
-                name="enwiki-latest-pages-articles.xml.bz2",
+                "https://dumps.wikimedia.org/enwiki/latest/enwiki-latest-pages-articles-multistream.xml.bz2",
+                name="enwiki-latest-pages-articles-multistream.xml.bz2",
                 changes=True,
             )
         },

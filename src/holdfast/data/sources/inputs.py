@@ -15,7 +15,9 @@ from holdfast.data.sources.compressed import sniff
 from holdfast.errors import HoldfastError
 
 PARQUET_MAGIC = b"PAR1"
-LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
+INPUT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".xml", ".parquet")
+# A multistream dump lies beside the table of its streams, which is not text.
+DUMP_INDEX_SUFFIX = "-multistream-index.txt"
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
 # From this many files on, that are compressed in one piece each, every worker reads a file of its own.
 SHARED_OUT_FROM = 8
@@ -59,13 +61,18 @@ def _expand(name: str) -> list[str]:
 
 def _is_input(path: Path) -> bool:
     """Whether a file that lies in a folder is text to read, by its name; what Holdfast itself wrote there is not."""
-    name = path.name
-    bare = name
-    for suffix in COMPRESSION_SUFFIXES:
-        bare = bare.removesuffix(suffix)
-    if name.startswith(".") or name.endswith(".bad.jsonl") or not bare.endswith((*LINE_SUFFIXES, ".txt", ".parquet")):
+    name, bare = path.name, _uncompressed_name(path.name)
+    if name.startswith(".") or name.endswith(".bad.jsonl") or bare.endswith(DUMP_INDEX_SUFFIX):
+        return False
+    if not bare.endswith(INPUT_SUFFIXES):
         return False
     return not (name.endswith(".json") and read_provenance(path))
+
+
+def _uncompressed_name(name: str) -> str:
+    for suffix in COMPRESSION_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name
 
 
 def _classify(number: int, path: str) -> InputFile:
@@ -78,9 +85,7 @@ def _classify(number: int, path: str) -> InputFile:
     except OSError as error:
         raise HoldfastError(f"cannot read {path}: {error.strerror}") from error
     compression = sniff(magic)
-    bare = path
-    for suffix in COMPRESSION_SUFFIXES:
-        bare = bare.removesuffix(suffix)
+    bare = _uncompressed_name(path)
     if magic[:4] == PARQUET_MAGIC:
         source = "parquet"
     elif bare.endswith(".txt"):
