@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "holdfast"
-MECHANICS = {"errors", "publish", "journal", "progress", "config", "inspection"}
+MECHANICS = {"system", "errors", "publish", "journal", "progress", "config", "inspection"}
 BASIS = MECHANICS | {"assets", "tokenizers"}
 STATE = {"checkpoint", "snapshot"}
 MAY_SEE = {
@@ -17,7 +17,7 @@ MAY_SEE = {
     "parallel": MECHANICS | {"models"},
     "checkpoint": MECHANICS,
     "snapshot": MECHANICS | {"checkpoint"},
-    "train": BASIS | STATE | {"data", "models", "parallel", "launch"},
+    "train": BASIS | STATE | {"data", "models", "parallel"},
     "conversion": BASIS | {"models", "checkpoint"},
     "generation": BASIS | {"models", "conversion", "checkpoint"},
 }

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from holdfast.assets import lease as leases
-from holdfast.assets.lease import Identity, LeaseLost, claim, newest_lease, this_process
+from holdfast.system import leases
+from holdfast.system.leases import Identity, LeaseLost, claim, newest_lease, this_process
 
 
 def try_to_claim(folder, gate, winners):

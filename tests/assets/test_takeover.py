@@ -16,9 +16,9 @@ import pytest
 
 from holdfast import fetch
 from holdfast.assets.cache import entry_of
-from holdfast.assets.lease import Identity, Lease, claim, newest_lease, this_process
 from holdfast.assets.part import Description
 from holdfast.errors import HoldfastError
+from holdfast.system.leases import Identity, Lease, claim, newest_lease, this_process
 
 from .loopback import Server, sha256, some_bytes
 from .test_fetching import files_in, leftovers_in

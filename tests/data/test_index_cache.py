@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.assets.lease import claim
 from holdfast.data.index_cache import open_index
 from holdfast.errors import HoldfastError
+from holdfast.system.leases import claim
 
 PATIENCE = 120.0
 

@@ -2,7 +2,7 @@
 
     CACHE/HOST-DIGEST/NAME            the file, whole and checked: it gets this name by rename and never changes
     CACHE/HOST-DIGEST/.record.json    what it is: url, name, size, sha256; written before the file appears
-    CACHE/HOST-DIGEST/.lease-*        who brings it (lease.py)
+    CACHE/HOST-DIGEST/.lease-*        who brings it (system/leases.py)
     CACHE/HOST-DIGEST/.*.part         the bytes so far (part.py)
 
 The digest is of the whole URL, so two URLs never meet; the name is for people and is only ever the last component of a

@@ -14,13 +14,13 @@ from holdfast import publish
 from holdfast.assets import cache
 from holdfast.assets.cache import Entry, Record
 from holdfast.assets.catalog import Wanted, is_known, is_url, wanted_file, wanted_files
-from holdfast.assets.lease import HeldLease, Lease, LeaseLost, claim, newest_lease, this_machine
 from holdfast.assets.part import Part
 from holdfast.assets.sources import SourceError
 from holdfast.assets.transfer import Deadline, Transfer
 from holdfast.assets.waiting import Watch
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.progress import progress
+from holdfast.system.leases import HeldLease, Lease, LeaseLost, claim, newest_lease, this_machine
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

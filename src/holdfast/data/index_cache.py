@@ -4,7 +4,7 @@ An index is a folder of `.npy` files whose name carries a hash of everything tha
 of the data, so a rebuilt dataset never meets an old index. The invariant is that of publish.py: the folder appears whole, by
 rename. Two processes that build the same index write the same bytes, and whoever comes second finds it there; nothing is
 right or wrong by a lock. The lease beside it only saves work: who holds it builds and keeps touching it, the others wait, and
-when its process is gone or the touching has stopped, one of them takes over (assets/lease.py says how).
+when its process is gone or the touching has stopped, one of them takes over (system/leases.py says how).
 """
 
 import errno
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.assets.lease import BEAT_SECONDS, HeldLease, Lease, LeaseLost, claim, lease_seconds, newest_lease
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
 from holdfast.publish import publish_folder
+from holdfast.system.leases import BEAT_SECONDS, HeldLease, Lease, LeaseLost, claim, lease_seconds, newest_lease
 
 # Goes up when files are added or mean something else: an index of an older Holdfast is then made anew, not misread.
 FORMAT = 1
