@@ -10,7 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.system.cpu_features import avoid_amx_traps
 from tests import leftovers
+
+avoid_amx_traps()  # before a test computes: the programs that tests start inherit it
 
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and so would every program it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

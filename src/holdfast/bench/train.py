@@ -50,10 +50,13 @@ def run(
 
     from holdfast.bench.contenders import PEERS
     from holdfast.parallel.mesh import pick_device
+    from holdfast.system.cpu_features import avoid_amx_traps
 
     refuse_unknown(against, PEERS)
     device = pick_device()
     chosen = _prepare(config, device.type == "cuda", batch_size, seq_length)
+    if device.type == "cpu" and (chosen.train.bf16 or chosen.train.fp16):
+        avoid_amx_traps()
     torch.set_float32_matmul_precision("high")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and against:

@@ -11,6 +11,7 @@ from holdfast.conversion.sources import read_model
 from holdfast.conversion.tensors import Tensor
 from holdfast.errors import HoldfastError
 from holdfast.models.gpt import GPT
+from holdfast.system.cpu_features import avoid_amx_traps
 from holdfast.tokenizers import Tokenizer, build_tokenizer
 
 
@@ -41,6 +42,8 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None, device: torch
         )
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+        avoid_amx_traps()
     arch = source.architecture
     tokenizer = _tokenizer(source, Path(path))
     with torch.device("meta"):

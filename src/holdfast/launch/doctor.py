@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.launch import links
+from holdfast.system.cpu_features import DEFAULT, VARIABLE, WITHOUT_AMX, Probe, examine_amx, onednn_limit
 
 Verdict = Literal["pass", "warn", "fail"]
 OLDEST_TORCH = (2, 11)
@@ -57,6 +58,20 @@ def check_software() -> Iterator[Check]:
         return
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield Check("cuda", "pass", f"CUDA {torch.version.cuda}, NCCL {nccl}")
+
+
+def check_cpu(probe: Probe = DEFAULT) -> Iterator[Check]:
+    """Whether bf16 and fp16 products work on the CPU; some virtual machines report AMX and trap on it."""
+    found = examine_amx(probe)
+    facts = {
+        "absent": "no AMX",
+        "works": "AMX works",
+        "limited": f"AMX, oneDNN limited to {onednn_limit()}",
+        "traps": "AMX ends processes with SIGILL",
+        "unknown": "AMX could not be tested: the test product neither finished nor trapped",
+    }
+    advice = f"training sets {VARIABLE}={WITHOUT_AMX} by itself; set it for other programs that use torch on this CPU"
+    yield Check("cpu", "warn" if found in ("traps", "unknown") else "pass", facts[found], advice)
 
 
 def check_gpus() -> Iterator[Check]:
@@ -193,7 +208,7 @@ def check_links(folders: list[Path]) -> Iterator[Check]:
 
 def examine(folders: dict[str, Path], snapshot_dir: Path, needed: int | None) -> list[Check]:
     """All checks, in the order of the table."""
-    parts: list[Callable[[], Iterator[Check]]] = [check_software, check_gpus]
+    parts: list[Callable[[], Iterator[Check]]] = [check_software, check_cpu, check_gpus]
     parts.append(lambda: check_shared_memory(snapshot_dir, needed))
     for name, folder in folders.items():
         parts.append(lambda name=name, folder=folder: check_folder(name, folder))  # type: ignore[misc]

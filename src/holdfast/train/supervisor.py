@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -25,6 +26,7 @@ from holdfast.errors import REFUSED, HoldfastError
 from holdfast.journal import PatientJournal
 from holdfast.progress import say
 from holdfast.publish import publish_text
+from holdfast.system.cpu_features import avoid_amx_traps, explain_sigill, reports_amx
 
 MONITOR_SECONDS = 0.1
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh failed")
@@ -58,11 +60,15 @@ class Supervisor(LocalElasticAgent):
             self.refusal = cause.removeprefix(REFUSED)
             self._remaining_restarts = 0
             return
+        if failure.exitcode == -signal.SIGILL:  # the same instruction would trap again
+            self.refusal = f"rank {rank}: {cause}"
+            self._remaining_restarts = 0
         self.causes.append(f"rank {rank}: {cause}")
         again = (
             f"starting all ranks again ({self._remaining_restarts} restarts left)" if self._remaining_restarts else ""
         )
-        say(f"rank {rank} failed: {cause}" + (f"; {again}" if again else ""))
+        if not self.refusal:
+            say(f"rank {rank} failed: {cause}" + (f"; {again}" if again else ""))
         if self._events:
             # the keeper notes deaths too, with where each rank stood; how a process ended only its parent knows
             self._events.event("failure", kind="exit", rank=rank, cause=cause, exit_code=failure.exitcode)
@@ -74,6 +80,8 @@ def describe_failure(failure: ProcessFailure) -> str:
     if isinstance(message, dict):
         message = message.get("message", message)
     text = str(message).strip()
+    if failure.exitcode == -signal.SIGILL:
+        return explain_sigill()
     if failure.exitcode < 0 and not Path(failure.error_file).is_file():  # it died without a word
         try:
             return f"killed by {signal.Signals(-failure.exitcode).name}"
@@ -98,6 +106,8 @@ def start_ranks(config: Config) -> None:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
         if "OMP_NUM_THREADS" not in os.environ:
             os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // parallel.nproc_per_node))
+        if (config.train.bf16 or config.train.fp16) and reports_amx() and not torch.cuda.is_available():
+            avoid_amx_traps()
         supervisor = Supervisor(_spec(config, resolved), DefaultLogsSpecs(log_dir=logs), events)
         try:
             result = supervisor.run()

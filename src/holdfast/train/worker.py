@@ -16,6 +16,7 @@ from holdfast.errors import REFUSED, HoldfastError
 from holdfast.parallel.layout import layout_of
 from holdfast.parallel.mesh import build_grid, pick_device
 from holdfast.progress import say
+from holdfast.system.cpu_features import avoid_amx_traps
 from holdfast.train.families import Feed
 from holdfast.train.loop import Outcome, run_rank, tell_start
 
@@ -58,6 +59,8 @@ def _run(config: Config) -> Outcome:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     device = pick_device()
+    if device.type == "cpu" and (config.train.bf16 or config.train.fp16):
+        avoid_amx_traps()
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
