@@ -1,6 +1,8 @@
 """`holdfast inspect` names what a path is, counts right, and exits with 1 when something is wrong."""
 
 import json
+import os
+import socket
 import struct
 import subprocess
 import sys
@@ -61,5 +63,38 @@ def test_a_wrong_pointer_and_a_foreign_vocabulary_are_problems(dataset: Path) ->
 
 
 def test_something_else_is_not_guessed_at(tmp_path: Path) -> None:
-    with pytest.raises(HoldfastError, match="nothing that Holdfast knows"):
-        inspect_path(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(HoldfastError, match="nothing that Holdfast knows"):
+            inspect_path(path)
+
+
+def test_what_cannot_be_read_is_named_and_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.pt").touch()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        expected = {
+            "fifo": "is a fifo",
+            "socket": "is a socket",
+            "/dev/zero": "is a device",
+            "loop": "symbolic link that leads to itself",
+            "broken": "symbolic link to .*nowhere, which does not exist",
+            "empty": "is an empty folder",
+            "empty.pt": "is an empty file",
+            "missing": "there is no file, folder or dataset",
+            "n" * 300: "cannot be read: File name too long",
+        }
+        for name, message in expected.items():
+            with pytest.raises(HoldfastError, match=message):
+                inspect_path(tmp_path / name)
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "inspect", str(tmp_path / "fifo")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and "is a fifo" in done.stderr and "Traceback" not in done.stderr

@@ -1,9 +1,12 @@
-"""The verb `inspect`: finds out what a path is and lets that part of Holdfast describe it.
+"""The verb `inspect`: finds out what a path is and has that part of Holdfast describe it.
 
-A part takes its place by a line in KINDS: a module with `recognises(path) -> bool` and `describe(path, reader) -> Description`.
+A part is added by a line in KINDS: a module with `recognises(path) -> bool` and `describe(path, reader) -> Description`.
 """
 
+import errno
 import importlib
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +18,7 @@ from holdfast.errors import HoldfastError
 
 KINDS: dict[str, str] = {
     "dataset": "holdfast.data.inspection",
+    "run": "holdfast.report.inspection",
     "snapshot": "holdfast.snapshot.inspection",
     "checkpoint": "holdfast.conversion.inspection",
 }
@@ -39,14 +43,46 @@ class Reader:
 
 def inspect_path(path: Path | str, reader: Reader | None = None) -> tuple[str, Description]:
     """The kind of thing at `path`, and its description."""
+    path = Path(path)
+    missing = _check_type(path)
     for kind, name in KINDS.items():
         module = importlib.import_module(name)
-        if module.recognises(Path(path)):
-            description: Description = module.describe(Path(path), reader or Reader())
+        if module.recognises(path):
+            description: Description = module.describe(path, reader or Reader())
             return kind, description
-    raise HoldfastError(
-        f"{path} is nothing that Holdfast knows ({', '.join(KINDS)}); for a dataset give PREFIX or PREFIX.idx"
-    )
+    raise HoldfastError(missing or _unknown(path))
+
+
+def _check_type(path: Path) -> str | None:
+    """Refuses what cannot be read to its end, before anything opens it. The error to raise if `path`, which does not exist, is
+    not the prefix of a dataset either."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            return f"{path} is a symbolic link to {os.readlink(path)}, which does not exist"
+        return f"there is no file, folder or dataset {path}; for a dataset give PREFIX or PREFIX.idx"
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise HoldfastError(f"{path} is a symbolic link that leads to itself") from None
+        raise HoldfastError(f"{path} cannot be read: {error.strerror}") from None
+    special = {stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+    if kind := special.get(stat.S_IFMT(mode)):
+        raise HoldfastError(f"{path} is a {kind}; give a regular file or a folder")
+    return None
+
+
+def _unknown(path: Path) -> str:
+    from holdfast.snapshot.report import run_folders_in
+
+    if path.is_file():
+        if not path.stat().st_size:
+            return f"{path} is an empty file"
+    elif not any(path.iterdir()):
+        return f"{path} is an empty folder"
+    elif runs := run_folders_in(path):
+        return f"{path} is a folder of runs; inspect one of them: {', '.join(str(run) for run in runs)}"
+    return f"{path} is nothing that Holdfast knows ({', '.join(KINDS)}); for a dataset give PREFIX or PREFIX.idx"
 
 
 def inspect(

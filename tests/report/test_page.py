@@ -9,7 +9,8 @@ import pytest
 from holdfast.cli import run
 from holdfast.errors import HoldfastError
 from holdfast.journal import Journal
-from holdfast.report.chart import Chart, Line, duration, round_ticks, short
+from holdfast.report.chart import Chart, Line, round_ticks, short
+from holdfast.report.events import duration
 from holdfast.report.page import render
 from holdfast.report.reading import read_run, smoothed, thinned
 from tests.report.runs import record, write_run
@@ -49,8 +50,8 @@ def test_the_page_loads_nothing_from_anywhere(folder):
 def test_every_picture_is_well_formed_and_the_loss_is_drawn_point_by_point(folder):
     pictures = svgs(render(read_run(folder)))
     assert [picture.get("aria-label") for picture in pictures] == [
-        "Loss", "Learning rate", "Gradient norm", "Throughput", "Step time", "Model FLOPs utilisation", "Snapshot stalls",
-        "events over time",
+        "Loss", "Loss", "Learning rate", "Gradient norm", "Throughput", "Step time", "Model FLOPs utilisation", "Snapshot stall",
+        "events over time", "events over time",
     ]  # fmt: skip
     lines = {line.get("class"): line.get("points").split() for line in pictures[0].iter("polyline")}
     assert len(lines["line raw"]) == 200 and len(lines["line second"]) == 8
@@ -68,10 +69,31 @@ def test_every_picture_is_well_formed_and_the_loss_is_drawn_point_by_point(folde
     assert ys[-1] == pytest.approx(ticks[low] + (loss[-1][1] - low) * per_unit, abs=0.2)
 
 
-def test_failures_resumes_and_lost_steps_are_told(folder):
+def test_every_axis_has_a_label_with_its_unit(folder):
+    labels = [
+        [text.text for text in picture.iter("text") if text.get("class") == "axis-label"]
+        for picture in svgs(render(read_run(folder)))
+    ]
+    assert labels[1:] == [
+        ["loss (nats)", "iteration"], ["learning rate", "iteration"], ["L2 norm", "iteration"],
+        ["tokens/s, all ranks", "iteration"], ["ms per step", "iteration"], ["% of the device's peak", "iteration"],
+        ["ms per step", "iteration"], ["time since the first event"], ["time since the first event"],
+    ]  # fmt: skip
+
+
+def test_a_phone_gets_narrow_drawings(folder):
+    """At 390 pixels a drawing of 980 has labels of 4 pixels: wide drawings are hidden there, and no other is wider than 480."""
+    html = render(read_run(folder))
+    for picture in svgs(html):
+        assert picture.get("class") == "on-wide" or float(picture.get("viewBox").split()[2]) <= 480
+    assert "svg.on-wide { display: none; } svg.on-narrow { display: block; }" in html
+
+
+def test_failures_resumes_and_repeated_steps_are_shown_in_words(folder):
     text = Page(render(read_run(folder))).text
     for expected in (
-        "finished", "killed by SIGKILL", "from memory, 2 steps lost; in 0.42 s", "2 logged iterations were computed again",
+        "finished", "rank 1 was killed by SIGKILL at step 120; resumed from memory 3.5 s later, 2 steps repeated",
+        "checkpoint step-00000200 written, 5.2 MB, in 0.8 s", "2 logged iterations were computed again",
         "failures survived", "step-00000100", "latest", "tensor 1 × pipeline 1", "the complete configuration",
     ):  # fmt: skip
         assert expected in text, expected
@@ -94,7 +116,7 @@ def test_what_a_run_folder_contains_cannot_become_markup(tmp_path):
     journal.event(evil, path=evil)
     page = Page(render(read_run(folder)))
     assert page.tags.count("script") == 1 and page.text.count(evil) >= 5
-    assert len(svgs(render(read_run(folder)))) == 8
+    assert len(svgs(render(read_run(folder)))) == 10
 
 
 def test_a_run_that_has_just_started_or_lost_its_numbers_still_has_a_page(tmp_path):
@@ -124,7 +146,7 @@ def test_the_command_writes_the_page_beside_the_run_and_prints_where(folder, tmp
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     with pytest.raises(HoldfastError, match="no run folder .*nowhere"):
         run(["report", str(tmp_path / "nowhere")])
-    with pytest.raises(HoldfastError, match="is no run folder"):
+    with pytest.raises(HoldfastError, match="is not a run folder"):
         run(["report", str(tmp_path)])
 
 

@@ -36,12 +36,16 @@ def test_persist_with_and_without_living_trainers(run, memory, holdfast):
     wait_for(lambda: run.trace("restored") and list(memory.rglob("*.arena")), "a snapshot")
     path = holdfast("persist", str(run.folder), *where).strip()
     assert path == str(checkpoints_in(run.folder)[-1][1])
+    assert "the run is training" in holdfast("snapshots", run.name, *where)
     facts = json.loads(holdfast("snapshots", run.name, *where, "--json", "--verify"))
     assert facts["keeper"] and [rank["alive"] for rank in facts["ranks"]] == [True, True]
-    assert len(facts["arenas"]) == 2 and facts["common_steps"] and facts["checkpoints"][0]["trouble"] is None
+    assert len(facts["arenas"]) == 2 and facts["common_steps"]
+    assert facts["checkpoints"][0]["trouble"] is None and facts["checkpoints"][0]["verified"]
     launched.kill()
     launched.wait(run)
-    assert "gone" in holdfast("snapshots", run.name, *where)
+    said = holdfast("snapshots", run.name, *where)
+    assert "gone" in said and "in memory" in said
+    assert all(len(line) <= 80 for line in said.splitlines() if str(memory) not in line and str(run.folder) not in line)
     holdfast("persist", run.name, *where)
     (arena, _) = sorted(memory.rglob("*.arena"))
     shown = json.loads(holdfast("inspect", str(arena), "--json"))
@@ -51,7 +55,9 @@ def test_persist_with_and_without_living_trainers(run, memory, holdfast):
     holdfast("persist", run.name, "--stop", *where)
     assert launched.wait(run)
     wait_for(lambda: nothing_left(memory), "the memory to be freed")
-    assert "checkpoint of step" in holdfast("inspect", str(run.folder))
+    assert "this host holds nothing of this run" in holdfast("inspect", str(run.folder))
+    said = holdfast("snapshots", str(run.folder), *where)
+    assert "this host holds nothing of this run" in said and "on disk" in said
 
 
 def test_persist_waits_for_the_first_snapshot_of_a_run_that_trains(run, memory, holdfast):

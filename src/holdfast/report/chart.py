@@ -1,15 +1,21 @@
-"""Charts as inline SVG: lines over iterations with ticks at round numbers, and events over time. Colours come from the page."""
+"""Charts as inline SVG: lines over iterations with ticks at round numbers, and events over time. Colours come from the page.
+
+A chart is drawn for a width in pixels. The page shows the narrow drawing of a wide chart on a phone, where the wide one would be
+shrunk until its labels cannot be read.
+"""
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from holdfast.report.events import duration
 from holdfast.report.reading import Series
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 26
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
+NARROW = 480
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,10 @@ class Chart:
     height: int = 200
     width: int = 480
     from_zero: bool = False
-    hint: str = field(default="")
+    axis: str = ""
+    """Label of the vertical axis, with its unit."""
+    hint: str = ""
+    style: str = ""
 
     def svg(self) -> str:
         points = [point for line in self.lines for point in line.points]
@@ -66,7 +75,7 @@ class Chart:
         parts += [draw_line(line, across, up) for line in self.lines]
         parts.append('<g class="cursor" visibility="hidden"><line y1="0" y2="0"/></g>')
         return (
-            f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}"'
+            f'<svg class="{self.style}" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}"'
             f' data-chart="{escape(json.dumps(self._data(across)))}">{"".join(parts)}</svg>'
         )
 
@@ -76,17 +85,21 @@ class Chart:
             y = up(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{short(tick)}</text>')
-        base = self.height - BOTTOM
+        base, middle = self.height - BOTTOM, (LEFT + self.width - RIGHT) / 2
+        parts.append(f'<text class="axis-label" x="4" y="14">{escape(self.axis or self.unit)}</text>')
+        parts.append(
+            f'<text class="axis-label" x="{middle:.0f}" y="{self.height - 6}" text-anchor="middle">iteration</text>'
+        )
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{base}" y2="{base}"/>')
         for tick in round_ticks(across.low, across.high, 6 if self.width > 600 else 4, whole=True):
             if across.low <= tick <= across.high:
                 parts.append(
-                    f'<text class="tick" x="{across(tick):.1f}" y="{base + 17}" text-anchor="middle">{tick:,.0f}</text>'
+                    f'<text class="tick" x="{across(tick):.1f}" y="{base + 19}" text-anchor="middle">{tick:,.0f}</text>'
                 )
         return "".join(parts)
 
     def _data(self, across: "Scale") -> dict[str, Any]:
-        """What the page needs to tell the values under the pointer."""
+        """What the page needs to show the values under the pointer."""
         lines = [
             {"name": line.name, "style": line.style, "points": [[x, float(f"{y:.6g}")] for x, y in line.points]}
             for line in self.lines
@@ -143,41 +156,36 @@ def short(value: float) -> str:
 
 
 def timeline(
-    lanes: Sequence[tuple[str, str, Sequence[tuple[float, str]]]], start: float, end: float, width: int = 980
+    lanes: Sequence[tuple[str, str, Sequence[tuple[float, str]]]],
+    start: float,
+    end: float,
+    width: int = 980,
+    style: str = "",
 ) -> str:
     """Events over time, a lane per kind: (label, style, [(seconds since the epoch, text)])."""
     left, row = 96, 28
-    height = row * len(lanes) + 30
+    height = row * len(lanes) + 52
     across = Scale(start, max(end, start + 1), left + 10, width - 20)
     parts = []
-    for number, (label, style, events) in enumerate(lanes):
+    for number, (label, colour, events) in enumerate(lanes):
         y = row * number + 16
         parts.append(f'<line class="grid" x1="{left}" x2="{width - 10}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="lane" x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(label)}</text>')
         for moment, text in events:
             parts.append(
-                f'<circle class="event {style}" cx="{across(moment):.1f}" cy="{y}" r="6"><title>{escape(text)}</title></circle>'
+                f'<circle class="event {colour}" cx="{across(moment):.1f}" cy="{y}" r="6"><title>{escape(text)}</title></circle>'
             )
-    for tick in duration_ticks(across.high - start):
+    for tick in duration_ticks(across.high - start, width // 120):
         x = across(start + tick)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 8}" text-anchor="middle">{duration(tick)}</text>')
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="events over time">{"".join(parts)}</svg>'
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 30}" text-anchor="middle">{duration(tick)}</text>')
+    parts.append(
+        f'<text class="axis-label" x="{(left + width) / 2:.0f}" y="{height - 6}" text-anchor="middle">'
+        "time since the first event</text>"
+    )
+    return f'<svg class="{style}" viewBox="0 0 {width} {height}" role="img" aria-label="events over time">{"".join(parts)}</svg>'
 
 
-def duration_ticks(seconds: float) -> list[float]:
+def duration_ticks(seconds: float, most: int = 8) -> list[float]:
     steps = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
-    step = next((step for step in steps if seconds / step <= 8), 86400 * math.ceil(seconds / 86400 / 8))
+    step = next((step for step in steps if seconds / step <= most), 86400 * math.ceil(seconds / 86400 / most))
     return [float(number * step) for number in range(int(seconds // step) + 1)]
-
-
-def duration(seconds: float) -> str:
-    """3.2 s, 4 min 05 s, 2 h 03 min, 5 d 01 h."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, whole = int(seconds // 60), int(seconds % 60)
-    if minutes < 60:
-        return f"{minutes} min" + (f" {whole:02d} s" if whole else "")
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h" + (f" {minutes:02d} min" if minutes else "")
-    return f"{hours // 24} d {hours % 24:02d} h"

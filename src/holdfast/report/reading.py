@@ -1,5 +1,9 @@
-"""What a run folder says about the run: its curves, its events, its checkpoints. Reads while the run goes on, changes nothing."""
+"""What a run folder holds about the run: its curves, its events, its checkpoints. Reads while the run goes on, changes nothing.
 
+The invariant: a damaged file of the folder is named in `problems`, and the rest is read; nothing but regular files is opened.
+"""
+
+import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.folder import LATEST, checkpoints_in
-from holdfast.checkpoint.manifest import read_manifest
+from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
 from holdfast.config import Config, read_config
 from holdfast.errors import HoldfastError
 from holdfast.journal import read_journal
+from holdfast.snapshot.report import is_run_folder
 
 Series = list[tuple[float, float]]
 
@@ -39,7 +44,12 @@ class Run:
     repeated: int
     """Logged iterations that were computed again."""
     events: list[dict[str, Any]]
+    """In order of time."""
     checkpoints: list[Checkpoint]
+    problems: list[str]
+    """What is wrong with the files of the folder, the checkpoints aside."""
+    notes: list[str]
+    """What was passed over and does no harm: the torn lines that a full disk or a power cut leaves."""
 
     def series(self, key: str, factor: float = 1.0) -> Series:
         """(iteration, value) wherever the value is there and finite (JSON has no other numbers)."""
@@ -59,7 +69,7 @@ class Run:
 
     @property
     def incidents(self) -> int:
-        """Failures as the run lived them: what several witnesses report before it goes on is one."""
+        """Failures, where all records of one failure before the restart count as one."""
         count, open_ = 0, False
         for event in self.events:
             if event["event"] == "failure":
@@ -70,7 +80,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How the run stands, from its last telling event."""
+        """How the run stands, from the last event that says it."""
         for event in reversed(self.events):
             if event["event"] == "finished":
                 return "stopped" if event.get("stopped") else "finished"
@@ -86,15 +96,55 @@ def read_run(path: Path | str) -> Run:
     folder = Path(path)
     if not folder.is_dir():
         raise HoldfastError(f"there is no run folder {folder}")
-    if not any((folder / name).exists() for name in ("metrics.jsonl", "events.jsonl")):
-        raise HoldfastError(f"{folder} is no run folder: it has neither metrics.jsonl nor events.jsonl")
-    config = read_config(folder / "config.toml") if (folder / "config.toml").exists() else None
-    metrics, repeated = _in_order(read_journal(folder / "metrics.jsonl"))
+    if not is_run_folder(folder):
+        raise HoldfastError(f"{folder} is not a run folder: it has no config.toml, metrics.jsonl or events.jsonl")
+    problems: list[str] = []
+    notes: list[str] = []
+    config = _config(folder / "config.toml", problems)
+    metrics, repeated = _in_order(_records(folder / "metrics.jsonl", problems, notes))
     events = [
-        e for e in read_journal(folder / "events.jsonl") if "event" in e and isinstance(e.get("time"), int | float)
+        event
+        for event in _records(folder / "events.jsonl", problems, notes)
+        if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
     ]
     events.sort(key=lambda event: float(event["time"]))
-    return Run(folder, config, metrics, repeated, events, _checkpoints(folder))
+    return Run(folder, config, metrics, repeated, events, _checkpoints(folder, problems), problems, notes)
+
+
+def _config(path: Path, problems: list[str]) -> Config | None:
+    if not _readable(path, problems):
+        return None
+    try:
+        return read_config(path)
+    except (HoldfastError, OSError) as error:
+        problems.append(f"the configuration cannot be read: {error}")
+        return None
+
+
+def _records(path: Path, problems: list[str], notes: list[str]) -> list[dict[str, Any]]:
+    if not _readable(path, problems):
+        return []
+    try:
+        records = list(read_journal(path))
+        with path.open("rb") as file:
+            torn = sum(1 for line in file if line.strip()) - len(records)
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}")
+        return []
+    if torn > 0 and not records:
+        problems.append(f"{path} is damaged: none of its {torn:,} lines is a record")
+    elif torn > 0:
+        notes.append(f"{torn:,} torn line{'' if torn == 1 else 's'} of {path.name} passed over")
+    return records
+
+
+def _readable(path: Path, problems: list[str]) -> bool:
+    """Whether there is a regular file. Anything else of that name is a problem; a fifo would block its reader."""
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        problems.append(f"{path} is not a regular file")
+    return False
 
 
 def _in_order(records: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
@@ -111,19 +161,23 @@ def _in_order(records: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     return kept, repeated
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
+def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:
     latest = folder / "checkpoints" / LATEST
-    newest = latest.read_text().strip() if latest.exists() else ""
+    newest = latest.read_text(errors="replace").strip() if _readable(latest, problems) else ""
     found = []
     for step, path in checkpoints_in(folder):
         size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         world, source, trouble = None, "", None
         try:
+            if not (path / FILE_NAME).is_file():
+                raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}")
             manifest = read_manifest(path)
             world, source = manifest.world, manifest.source
         except (HoldfastError, OSError) as error:
             trouble = str(error)
         found.append(Checkpoint(step, path, size, world, source, path.name == Path(newest).name, trouble))
+    if newest and not any(checkpoint.latest for checkpoint in found):
+        problems.append(f"{latest} names {newest[:100]!r}, which is not there")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The verbs `snapshots` and `persist`: look at what is held of a run, and have it written to disk. No torch."""
+"""The verbs `snapshots` and `persist`: show what is held of a run, and write it to disk. No torch."""
 
 import time
 from pathlib import Path
@@ -25,33 +25,49 @@ def snapshots(
     Args:
         run: Name or folder of the run.
         snapshot_dir: Memory file system that holds the snapshots.
-        verify: Compare every byte in memory with its digest now, instead of telling the keeper's last word.
+        verify: Compare every byte in memory and on disk with its checksum now. Unset: show the keeper's last check of the
+            memory, and compare only the sizes of the files on disk.
         json: Print the facts as JSON.
     """
     import sys
 
-    from holdfast.snapshot.place import find_place
-    from holdfast.snapshot.report import disk_facts, run_facts, run_lines
+    from holdfast.snapshot.report import run_lines
 
-    try:
-        facts = run_facts(find_place(run, snapshot_dir), verify)
-    except HoldfastError:
-        if not Path(run).is_dir():
-            raise
-        facts = {"run": Path(run).name, "folder": str(Path(run).resolve()), "memory": None, "bytes": 0, "keeper": False}
-        facts |= {
-            "common_steps": [],
-            "ranks": [],
-            "arenas": [],
-            "peer_copies": [],
-            "checkpoints": disk_facts(Path(run)),
-        }
+    facts = find_run(run, snapshot_dir, verify)
     if json:
         import orjson
 
         sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         print("\n".join(run_lines(facts)))
+
+
+def find_run(run: str, memory: str, verify: bool) -> dict[str, Any]:
+    """What is held of the run of this name or folder. A name that is no run is an error that lists the runs there are."""
+    from holdfast.snapshot.place import find_place, places
+    from holdfast.snapshot.report import disk_only_facts, is_run_folder, run_facts, run_folders_in
+
+    folder = real_path(run)
+    limit = float("inf") if verify else 0
+    if any(place.name == run or place.folder == folder for place in places(memory)):
+        return run_facts(find_place(run, memory), verify, limit)
+    if is_run_folder(folder):
+        return disk_only_facts(folder, limit)
+    held = [f"{place.name} ({place.folder})" for place in places(memory)]
+    near = [
+        str(found) for parent in {folder, folder.parent, Path("runs").absolute()} for found in run_folders_in(parent)
+    ]
+    what = f"{run} is a folder but not a run" if folder.is_dir() else f"there is no run {run}"
+    raise HoldfastError(
+        f"{what}. Runs in memory: {', '.join(held) or 'none'}. Run folders near it: {', '.join(sorted(near)) or 'none'}"
+    )
+
+
+def real_path(path: str) -> Path:
+    try:
+        return Path(path).resolve()
+    except RuntimeError:  # Python 3.11 and 3.12 raise it for a symbolic link that leads to itself
+        raise HoldfastError(f"{path} is a symbolic link that leads to itself") from None
 
 
 def persist(

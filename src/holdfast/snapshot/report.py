@@ -1,21 +1,23 @@
-"""What is held of a run, in memory and on disk: facts, for `snapshots`, `inspect` and whoever asks. No torch; nothing is
-changed."""
+"""What is held of a run, in memory and on disk: facts for `snapshots` and `inspect`, and their text. No torch, no changes."""
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.checkpoint.manifest import read_manifest
+from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
+from holdfast.checkpoint.reader import Checkpoint
 from holdfast.errors import HoldfastError
+from holdfast.journal import read_journal
 from holdfast.snapshot.arena import EMPTY, READY, SLOTS, STATES, Arena, DamagedError
 from holdfast.snapshot.persisting import Held, OvertakenError, common_steps, newest_generation
 from holdfast.snapshot.place import Place, keeper_alive, open_arenas
 
 
 def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
-    """One rank's memory, slot by slot. `verify` compares every byte with its row sum now; else the keeper's last word counts."""
+    """One rank's memory, slot by slot. `verify` compares every byte now; else the last check of the keeper counts."""
     slots = []
     for index in range(SLOTS):
         header = arena.slot(index).header()
@@ -53,8 +55,8 @@ def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
     }
 
 
-def run_facts(place: Place, verify: bool = False) -> dict[str, Any]:
-    """Everything that this node holds of a run."""
+def run_facts(place: Place, verify: bool = False, verify_disk_bytes: float = 0) -> dict[str, Any]:
+    """Everything that this host holds of a run."""
     own = open_arenas(place.arenas(), place.key)
     peers = open_arenas(place.peer_arenas(), place.key)
     steps = common_steps(newest_generation(own))
@@ -77,58 +79,177 @@ def run_facts(place: Place, verify: bool = False) -> dict[str, Any]:
         ],
         "arenas": [arena_facts(arena, verify) for arena in own],
         "peer_copies": [arena_facts(arena, verify) for arena in peers],
-        "checkpoints": disk_facts(place.folder),
+        "checkpoints": disk_facts(place.folder, verify_disk_bytes),
     }
     for arena in own + peers:
         arena.close()
     return facts
 
 
-def disk_facts(folder: Path) -> list[dict[str, Any]]:
-    """The checkpoints of a run folder, newest first; files are looked at by size only."""
+def disk_only_facts(folder: Path, verify_disk_bytes: float = 0) -> dict[str, Any]:
+    """The same keys for a run of which this host holds nothing in memory."""
+    return {
+        "run": folder.resolve().name,
+        "folder": str(folder.resolve()),
+        "memory": None,
+        "bytes": 0,
+        "keeper": False,
+        "common_steps": [],
+        "ranks": [],
+        "arenas": [],
+        "peer_copies": [],
+        "checkpoints": disk_facts(folder, verify_disk_bytes),
+    }
+
+
+def disk_facts(folder: Path, verify_bytes: float = 0) -> list[dict[str, Any]]:
+    """The checkpoints of a run folder, newest first. The sizes of all files are checked; checksums, newest checkpoint first,
+    of up to `verify_bytes` bytes. `verified` is None where the checksums were not compared."""
     found = []
     for step, path in reversed(checkpoints_in(folder)):
+        entry: dict[str, Any] = {"step": step, "path": str(path), "bytes": 0, "world": 0}
+        entry |= {"trouble": None, "verified": None}
         try:
+            if not (path / FILE_NAME).is_file():
+                raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}")
             manifest = read_manifest(path)
+            entry |= {"bytes": sum(file.bytes for file in manifest.files), "world": manifest.world}
             wrong = [f.name for f in manifest.files if not _has_size(path / f.name, f.bytes)]
-            trouble = f"missing or of a wrong size: {', '.join(wrong)}" if wrong else None
-            size = sum(file.bytes for file in manifest.files)
-            found.append({"step": step, "path": str(path), "bytes": size, "world": manifest.world, "trouble": trouble})
-        except HoldfastError as error:
-            found.append({"step": step, "path": str(path), "bytes": 0, "world": 0, "trouble": str(error)})
+            if wrong:
+                raise HoldfastError(f"missing or of a wrong size: {', '.join(wrong)}")
+            if entry["bytes"] <= verify_bytes:
+                verify_bytes -= entry["bytes"]
+                Checkpoint(path, manifest).verify()
+                entry["verified"] = True
+        except (HoldfastError, OSError) as error:
+            entry |= {"trouble": str(error), "verified": False}
+        found.append(entry)
     return found
 
 
+def is_run_folder(path: Path) -> bool:
+    """Whether a training run wrote to this folder. A converted checkpoint has a config.toml and checkpoints, but no record."""
+    if (path / "events.jsonl").exists() or (path / "metrics.jsonl").exists():
+        return True
+    return (path / "config.toml").is_file() and not (path / "checkpoints").exists()
+
+
+def run_folders_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in folder.iterdir() if entry.is_dir() and is_run_folder(entry))
+    except OSError:
+        return []
+
+
 def run_lines(facts: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """The facts as text of at most 80 columns, paths aside."""
+    lines = [f"run {facts['run']} in {facts['folder']}", *memory_lines(facts), *disk_lines(facts)]
+    return [*lines, *advice_lines([resume_advice(facts)])]
+
+
+def memory_lines(facts: dict[str, Any]) -> list[str]:
+    if facts["memory"] is None:
+        return ["memory: this host holds nothing of this run"]
     steps = facts["common_steps"]
+    whole = f"step {steps[0]:,} is whole on all ranks here" if steps else "no step is whole on all ranks here"
     lines = [
-        f"run {facts['run']} in {facts['folder']}",
-        f"memory: {facts['bytes'] / 1e6:,.1f} MB in {facts['memory']}, keeper {'alive' if facts['keeper'] else 'absent'}, "
-        f"newest step whole on all ranks here: {steps[0] if steps else 'none'}",
+        f"memory: {size_text(facts['bytes'])}, {whole}, keeper {'alive' if facts['keeper'] else 'not running'}",
+        f"  {facts['memory']}",
     ]
-    for rank in facts["ranks"]:
-        state = rank["stands"] if rank["alive"] else "gone"
-        lines.append(f"  rank {rank['rank']}: step {rank['step']}, {state}, {rank['skipped']} snapshots skipped")
-    for title, arenas in (("arena", facts["arenas"]), ("copy for a peer", facts["peer_copies"])):
+    rows = [
+        [f"{rank['rank']}", f"{rank['step']:,}", rank["stands"] if rank["alive"] else "gone", f"{rank['skipped']:,}"]
+        for rank in facts["ranks"]
+    ]
+    lines += table(["rank", "step", "state", "skipped snapshots"], rows)
+    rows = []
+    for origin, arenas in (("own", facts["arenas"]), ("peer copy", facts["peer_copies"])):
         for arena in arenas:
-            lines.append(f"  {title} of rank {arena['rank']} of {arena['world']}: {slot_words(arena['slots'])}")
-    lines.append("disk:" if facts["checkpoints"] else "disk: no checkpoint")
-    for entry in facts["checkpoints"]:
-        whole = f"{entry['bytes'] / 1e6:,.1f} MB, {entry['world']} ranks"
-        lines.append(f"  step {entry['step']}: {entry['trouble'] or whole}")
+            rows += [[f"{arena['rank']}", origin, *slot_cells(slot)] for slot in arena["slots"]]
+    return lines + table(["rank", "origin", "snapshot", "state", "verified", "age"], rows)
+
+
+def slot_cells(slot: dict[str, Any]) -> list[str]:
+    """A slot as cells of a table: step, state, verified, age."""
+    verified = {True: "yes", False: "DAMAGED", None: "not yet"}[slot["verified"]] if slot["state"] == "ready" else "-"
+    state = "being copied" if slot["state"] == "writing" else slot["state"]
+    return [
+        f"step {slot['step']:,}",
+        "going to disk" if slot["pinned"] else state,
+        verified,
+        f"{slot['age_seconds']:,.0f} s",
+    ]
+
+
+def disk_lines(facts: dict[str, Any]) -> list[str]:
+    entries = facts["checkpoints"]
+    if not entries:
+        return ["disk: no checkpoint"]
+    rows, troubles = [], []
+    for entry in entries:
+        health = {True: "checksums match", False: "DAMAGED", None: "complete, checksums not compared"}[
+            entry["verified"]
+        ]
+        rows.append([f"step {entry['step']:,}", size_text(entry["bytes"]), f"{entry['world'] or '-'}", health])
+        troubles += [f"  step {entry['step']:,}: {entry['trouble']}"] if entry["trouble"] else []
+    count = f"{len(entries)} checkpoint{'s' if len(entries) != 1 else ''}"
+    return [f"disk: {count}", *table(["checkpoint", "size", "ranks", "health"], rows), *troubles]
+
+
+def resume_advice(facts: dict[str, Any]) -> tuple[str, str]:
+    """What to do next with a run, from what is held of it: a sentence, and the command ("" where only the user knows it)."""
+    folder = Path(facts["folder"])
+    if any(rank["alive"] for rank in facts["ranks"]):
+        return "the run is training; to save it and end it", f"holdfast persist {quote(str(folder))} --stop"
+    usable = [entry["step"] for entry in facts["checkpoints"] if not entry["trouble"]]
+    ends = [e for e in read_events(folder) if e.get("event") in ("started", "resumed", "failure", "finished")]
+    if usable and ends and ends[-1].get("event") == "finished" and not ends[-1].get("stopped"):
+        return "the run is finished; to generate text", f'holdfast generate {quote(str(folder))} --prompt "..."'
+    held = facts["common_steps"]
+    where = "from step 0, because no usable state is held"
+    if held and held[0] >= max(usable, default=0):
+        where = f"from step {held[0]:,} in memory"
+    elif usable:
+        where = f"from step {max(usable):,} on disk"
+    if (folder / "config.toml").is_file():
+        return f"to continue {where}", f"holdfast train {quote(str(folder / 'config.toml'))}"
+    return f"start the same training script again; it continues {where}", ""
+
+
+def advice_lines(advice: Sequence[tuple[str, str]]) -> list[str]:
+    lines = ["what to do next"]
+    for sentence, command in advice:
+        lines += [f"  {sentence}:", f"    {command}"] if command else [f"  {sentence}"]
     return lines
 
 
-def slot_words(slots: Sequence[dict[str, Any]]) -> str:
-    words = {True: "verified", False: "DAMAGED", None: "not verified yet"}
-    return "; ".join(
-        f"step {slot['step']} {slot['state']}"
-        + (f", {words[slot['verified']]}" if slot["state"] == "ready" else "")
-        + (", being written to disk" if slot["pinned"] else "")
-        for slot in slots
-    )
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The records of events.jsonl; none if it is not a regular file."""
+    path = folder / "events.jsonl"
+    return list(read_journal(path)) if path.is_file() else []
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns with two spaces between; numbers to the right. Nothing for no rows."""
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]
+    right = [all(row[column].replace(",", "").isdigit() for row in rows) for column in range(len(headings))]
+    lines = []
+    for row in [headings, *rows]:
+        cells = (
+            cell.rjust(width) if end else cell.ljust(width) for cell, width, end in zip(row, widths, right, strict=True)
+        )
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def size_text(size: float) -> str:
+    """12 B, 3.4 KB, 5.6 MB: powers of 1000."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= limit:
+            return f"{size / limit:.1f} {unit}"
+    return f"{size:.0f} B"
 
 
 def _has_size(path: Path, size: int) -> bool:
-    return path.exists() and path.stat().st_size == size
+    return path.is_file() and path.stat().st_size == size

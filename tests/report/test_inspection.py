@@ -1,0 +1,175 @@
+"""`holdfast inspect RUN` describes a run, whole or damaged, in words and as JSON."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from holdfast import cli
+from holdfast.checkpoint.manifest import Manifest, ShardFile, chunk_checksum, write_manifest
+from holdfast.errors import HoldfastError
+from holdfast.inspection import inspect_path
+from holdfast.journal import Journal
+from tests.report.runs import record, write_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with one checkpoint whose checksums are right: two tensors, of which one belongs to the model."""
+    folder = write_run(tmp_path / "first")
+    shutil.rmtree(folder / "checkpoints" / "step-00000100")
+    step = folder / "checkpoints" / "step-00000200"
+    content = b"x" * 1000
+    (step / "shard-00000-of-00001.safetensors").write_bytes(content)
+    shard = ShardFile("shard-00000-of-00001.safetensors", 0, len(content), [chunk_checksum(content)], [])
+    tensors = {"model.weight": ("F32", [10, 20]), "optimizer.weight": ("F32", [10, 20])}
+    write_manifest(step, Manifest(200, 2, "plan", tensors, [shard]))
+    return folder
+
+
+def text(folder):
+    kind, description = inspect_path(folder)
+    assert kind == "run"
+    return " ".join("\n".join(description.lines).split())
+
+
+def test_a_run_is_described_in_words(folder):
+    said = text(folder)
+    for expected in (
+        "state finished", "GPT, 12 layers × 768, 12 heads", "vocabulary of 4,096; 200 parameters, fp32",
+        "split 969,30,1, sequences of 1,024 tokens", "tokenizer GPT2BPETokenizer", "step 200 of 200 (100%), 1,638,400 tokens",
+        "loss first", "validation first", "best", "tokens/s", "ms per step", "MFU 41.0%", "restarts 1",
+        "rank 1 was killed by SIGKILL at step 120; resumed from memory 3.5 s later, 2 steps repeated",
+        "memory: this host holds nothing of this run", "disk: 1 checkpoint", "step 200 1.0 KB 2 checksums match",
+        f"holdfast generate {folder}", f"holdfast convert {folder}", f"holdfast report {folder}",
+    ):  # fmt: skip
+        assert expected in said, expected
+    _, description = inspect_path(folder)
+    assert all(len(line) <= 80 for line in description.lines if str(folder) not in line) and not description.problems
+
+
+def test_json_has_the_same_facts(folder, capsys):
+    cli.run(["inspect", str(folder), "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["kind"], facts["state"], facts["running"]) == ("run", "finished", False)
+    assert (facts["step"], facts["train_iters"], facts["restarts"], facts["failures"]) == (200, 200, 1, 1)
+    assert facts["model"]["parameters"] == 200 and facts["data"]["seq_length"] == 1024
+    assert facts["loss"]["first"]["iteration"] == 1 and facts["validation_loss"]["last"]["iteration"] == 200
+    assert facts["loss"]["best"]["value"] <= facts["loss"]["last"]["value"]
+    assert (
+        facts["last_failure"]["rank"] == 1
+        and facts["events"]["failure"] == 2
+        and facts["last_event"]["event"] == "finished"
+    )
+    assert facts["checkpoints"][0]["verified"] is True and facts["memory"] is None and facts["problems"] == []
+
+
+def test_a_flipped_bit_on_disk_is_found_and_the_exit_code_is_1(folder, capsys):
+    shard = folder / "checkpoints" / "step-00000200" / "shard-00000-of-00001.safetensors"
+    shard.write_bytes(b"y" + shard.read_bytes()[1:])
+    with pytest.raises(SystemExit) as caught:
+        cli.run(["inspect", str(folder)])
+    said = capsys.readouterr()
+    assert caught.value.code == 1 and "DAMAGED" in said.out and "checksum" in said.err
+    assert "to continue from step 0, because no usable state is held" in said.out
+
+
+def test_a_run_that_never_reached_step_1_names_the_cause(tmp_path):
+    folder = write_run(tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (folder / name).unlink()
+    assert "state never started" in text(folder) and "never reached step 1 of 200" in text(folder)
+    assert "parameters, fp32" in text(folder) and "unknown number" not in text(folder)
+    journal = Journal(folder / "events.jsonl")
+    journal.event("started", world=2)
+    assert "state running on another host, or interrupted" in text(folder)
+    os.utime(folder / "events.jsonl", (1e9, 1e9))
+    assert "state interrupted" in text(folder)
+    journal.event("failure", kind="exit", rank=0, cause="OutOfMemoryError: too small", exit_code=1)
+    said = text(folder)
+    assert "state failed" in said and "rank 0 failed: OutOfMemoryError: too small; the run did not continue" in said
+    assert "correct the cause of the failure first; to continue from step 0" in said
+    assert f"holdfast train {folder}/config.toml" in said
+
+
+def test_a_loss_that_is_not_finite_is_mentioned(tmp_path):
+    folder = write_run(tmp_path / "run")
+    journal = Journal(folder / "metrics.jsonl")
+    for iteration in (201, 202):
+        journal.write(record(iteration, loss=float("nan")))
+    assert "the loss has not been a finite number since iteration 201" in text(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.toml", b"[model\n", "the configuration cannot be read"),
+        ("config.toml", b"\xff\xfe", "the configuration cannot be read"),
+        ("metrics.jsonl", b"\x00\x01\n\xff\n", "metrics.jsonl is damaged: none of its 2 lines is a record"),
+        ("events.jsonl", b"[]\n", "events.jsonl is damaged"),
+        ("checkpoints/latest", b"step-00000999\n", "which is not there"),
+        ("checkpoints/step-00000200/MANIFEST.json", b"{", "MANIFEST.json is damaged"),
+        ("metrics.jsonl", "folder", "metrics.jsonl is not a regular file"),
+        ("config.toml", "fifo", "config.toml is not a regular file"),
+        ("events.jsonl", "fifo", "events.jsonl is not a regular file"),
+        ("checkpoints/step-00000200/MANIFEST.json", "fifo", "has no MANIFEST.json"),
+        ("events.jsonl", "loop", "events.jsonl is not a regular file"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_rest_is_described(folder, name, content, message):
+    path = folder / name
+    path.unlink()
+    if content == "folder":
+        path.mkdir()
+    elif content == "fifo":
+        os.mkfifo(path)
+    elif content == "loop":
+        path.symlink_to(path)
+    else:
+        path.write_bytes(content)
+    kind, description = inspect_path(folder)
+    assert kind == "run" and any(message in problem for problem in description.problems), description.problems
+    assert "disk: 1 checkpoint" in "\n".join(description.lines)
+
+
+def test_torn_lines_are_noted_and_no_problem(folder):
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"iteration": 20')
+    _, description = inspect_path(folder)
+    assert not description.problems and "1 torn line of metrics.jsonl passed over" in description.facts["notes"]
+
+
+def test_a_folder_of_runs_names_them(folder):
+    with pytest.raises(HoldfastError, match="is a folder of runs; inspect one of them: .*first"):
+        inspect_path(folder.parent)
+
+
+def test_snapshots_of_a_run_that_is_only_on_disk(folder, tmp_path, capsys, monkeypatch):
+    memory = ["--snapshot-dir", str(tmp_path)]
+    cli.run(["snapshots", str(folder), *memory])
+    said = capsys.readouterr().out
+    assert "memory: this host holds nothing of this run" in said and "step 200    1.0 KB" in said
+    assert "the run is finished" in said and "holdfast generate" in said
+    journal = Journal(folder / "events.jsonl")
+    journal.event("started", world=2)
+    cli.run(["snapshots", str(folder), *memory, "--verify"])
+    said = capsys.readouterr().out
+    assert (
+        "checksums match" in said
+        and f"to continue from step 200 on disk:\n    holdfast train {folder}/config.toml" in said
+    )
+    (folder / "config.toml").unlink()
+    cli.run(["snapshots", str(folder), *memory])
+    assert "start the same training script again; it continues from step 200 on disk" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        HoldfastError, match=r"there is no run secnod\. Runs in memory: none\. Run folders near it: .*first"
+    ):
+        cli.run(["snapshots", "secnod", *memory])
+    with pytest.raises(HoldfastError, match="is a folder but not a run.*first"):
+        cli.run(["snapshots", str(tmp_path), *memory])
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(HoldfastError, match="leads to itself"):
+        cli.run(["snapshots", str(tmp_path / "loop"), *memory])
