@@ -41,12 +41,12 @@ def assert_exactly_once(report: dict, iterations: int) -> None:
         assert len(one["downloads"]) == 2
 
 
-def test_64_processes_10_times_cause_one_download_per_file_and_no_failure():
-    assert_exactly_once(storm(64, 10), 10)
-
-
-def test_256_processes_cause_one_download_per_file():
-    assert_exactly_once(storm(256, 1), 1)
+@pytest.mark.parametrize(
+    ("ranks", "iterations"),
+    [(64, 2), pytest.param(64, 10, marks=pytest.mark.slow), pytest.param(256, 1, marks=pytest.mark.slow)],
+)
+def test_many_processes_cause_one_download_per_file_and_no_failure(ranks, iterations):
+    assert_exactly_once(storm(ranks, iterations), iterations)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,14 @@ print(outcomes)
 """
 
 
+@pytest.mark.parametrize("iterations", [1, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [0, errno.ENOSYS, errno.ENOLCK], ids=["silent no-op", "ENOSYS", "ENOLCK"])
-def test_it_holds_where_flock_does_not_work(flock_shim, mode, tmp_path):
+def test_it_holds_where_flock_does_not_work(flock_shim, mode, iterations, tmp_path):
     broken = {"LD_PRELOAD": str(flock_shim), "FLOCK_SHIM": str(mode)}
     command = [sys.executable, "-c", FLOCK_FILE_TWICE, str(tmp_path / "lock")]
     seen = subprocess.run(command, env={**os.environ, **broken}, capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == f"[{mode}, {mode}]", "the shim is not in the way"
-    assert_exactly_once(storm(64, 10, **broken), 10)
+    assert_exactly_once(storm(64, iterations, **broken), iterations)
 
 
 def test_the_naive_way_shows_the_race():

@@ -1,4 +1,4 @@
-"""Ten thousand damaged files: a model comes out, or our own error; never anything else, and never for long."""
+"""Thousands of damaged files: a model comes out, or our own error; never anything else, and never for long."""
 
 import random
 import time
@@ -101,10 +101,11 @@ def fuzz(tmp_path: Path, cases: int, seed: int) -> dict[str, int]:
     return survived
 
 
-def test_ten_thousand_damaged_files_end_in_a_model_or_our_own_error(tmp_path):
-    survived = fuzz(tmp_path, 10_000, seed=1)
+@pytest.mark.parametrize("cases", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_damaged_files_end_in_a_model_or_our_own_error(tmp_path, cases):
+    survived = fuzz(tmp_path, cases, seed=1)
     # If everything survived, nothing was damaged; if nothing did, only the first check was tested.
-    assert all(0 < count < 10_000 // len(survived) for count in survived.values()), survived
+    assert all(0 < count < cases // len(survived) for count in survived.values()), survived
 
 
 @pytest.mark.slow

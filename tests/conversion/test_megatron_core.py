@@ -62,7 +62,7 @@ def assert_equal(path, wanted):
         assert np.abs(np.load(path.replace(".npy", ".sentence.npy")) - sentence).max() < 1e-12
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_megatron_core_computes_the_same_function_in_both_directions(tmp_path, world):
     jobs, originals = [], {}
     for family, kind in FAMILIES.items():

@@ -118,8 +118,12 @@ def segments(sample: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(
     "masking",
-    [Masking(), Masking(whole_word=True), Masking(max_ngrams=3), Masking(whole_word=True, max_ngrams=3)],
-    ids=["tokens", "words", "n-grams", "n-grams of words"],
+    [
+        pytest.param(Masking(), id="tokens"),
+        pytest.param(Masking(whole_word=True), id="words", marks=pytest.mark.slow),
+        pytest.param(Masking(max_ngrams=3), id="n-grams", marks=pytest.mark.slow),
+        pytest.param(Masking(whole_word=True, max_ngrams=3), id="n-grams of words"),
+    ],
 )
 def test_statistics_of_100k_masked_tokens_are_bert_s(masking: Masking, tmp_path: Path) -> None:
     random = np.random.default_rng(3)

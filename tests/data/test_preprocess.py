@@ -20,6 +20,7 @@ from tests.data.corpora import (
     pair,
     prose,
 )
+from tests.grids import mostly_slow
 
 import holdfast.data.making as module
 from holdfast import IndexedDataset, preprocess
@@ -32,8 +33,10 @@ def write_lines(path: Path, lines: list[bytes], end: bytes = b"\n") -> Path:
     return path
 
 
-@pytest.mark.parametrize("append_eod", [True, False])
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("workers", "append_eod"),
+    mostly_slow([(w, eod) for w in (1, 2, 5) for eod in (True, False)], [(1, False), (5, True)]),
+)
 def test_a_nasty_corpus_gives_megatrons_bytes(
     tmp_path: Path, gpt2: TokenizerFiles, workers: int, append_eod: bool
 ) -> None:
@@ -50,6 +53,7 @@ def test_a_nasty_corpus_gives_megatrons_bytes(
     assert "fastokens" in summary.engine
 
 
+@pytest.mark.slow
 def test_every_code_point_below_30000_in_context_gives_megatrons_bytes(tmp_path: Path, gpt2: TokenizerFiles) -> None:
     lines = [json.dumps({"text": text}).encode() for text in every_code_point()]
     source = write_lines(tmp_path / "points.jsonl", lines)

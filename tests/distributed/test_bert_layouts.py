@@ -8,6 +8,7 @@ import pytest
 from holdfast.config import Config, DataConfig, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from tests.corpus import write_sentences
 from tests.distributed.test_layouts import SHARDED, train_on
+from tests.grids import mostly_slow
 
 pytestmark = pytest.mark.distributed
 
@@ -84,13 +85,13 @@ def test_metrics_hold_both_tasks_and_their_sum(alone, variant):
     assert "validation_mlm_accuracy" in alone[variant][2]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["dp2", "tp2-sequence-pp2"]))
 def test_curves_are_those_of_one_process(layout, alone, corpus, tmp_path):
     world, parallel = LAYOUTS[layout]
     assert_same_curves(train_on(world, tiny_bert(corpus, tmp_path / "run"), parallel), alone["megatron"])
 
 
-@pytest.mark.parametrize("layout", ["tp2-sequence-pp2", "fsdp2"])
+@pytest.mark.parametrize("layout", mostly_slow(["tp2-sequence-pp2", "fsdp2"], ["fsdp2"]))
 def test_the_original_form_is_cut_as_well(layout, alone, corpus, tmp_path):
     world, parallel = LAYOUTS[layout]
     config = tiny_bert(corpus, tmp_path / "run", bert_variant="original")
