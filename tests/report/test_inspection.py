@@ -11,6 +11,7 @@ from holdfast.checkpoint.manifest import Manifest, ShardFile, chunk_checksum, wr
 from holdfast.errors import HoldfastError
 from holdfast.inspection import inspect_path
 from holdfast.journal import Journal
+from holdfast.system.run_claim import claim_run
 from tests.report.runs import record, write_run
 
 
@@ -92,6 +93,18 @@ def test_a_run_that_never_reached_step_1_names_the_cause(tmp_path):
     assert "state failed" in said and "rank 0 failed: OutOfMemoryError: too small; the run did not continue" in said
     assert "correct the cause of the failure first; to continue from step 0" in said
     assert f"holdfast train {folder}/config.toml" in said
+
+
+def test_a_run_that_a_live_process_has_claimed_is_running(folder, capsys):
+    Journal(folder / "events.jsonl").event("started", world=2)
+    os.utime(folder / "events.jsonl", (1e9, 1e9))
+    os.utime(folder / "metrics.jsonl", (1e9, 1e9))
+    with claim_run(folder):
+        assert f"state running: 0 ranks on this host, claimed by process {os.getpid()}" in text(folder)
+        cli.run(["snapshots", str(folder)])
+        said = capsys.readouterr().out
+        assert "the run is training" in said and f"holdfast persist {folder} --stop" in said
+    assert "state interrupted" in text(folder)
 
 
 def test_a_loss_that_is_not_finite_is_mentioned(tmp_path):

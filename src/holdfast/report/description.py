@@ -45,7 +45,8 @@ def _state(facts: dict[str, Any]) -> str:
     text = str(facts["state"])
     if facts["running"]:
         alive = sum(rank["alive"] for rank in facts["ranks"])
-        return f"{text}: {alive} rank{'' if alive == 1 else 's'} on this host"
+        claims = f", claimed by {', '.join(facts['claimed_by'])}" if facts["claimed_by"] else ""
+        return f"{text}: {alive} rank{'' if alive == 1 else 's'} on this host{claims}"
     event = facts["last_event"]
     return text + (f"; last event {moment(event['time'])} UTC" if event else "")
 

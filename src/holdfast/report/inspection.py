@@ -57,7 +57,7 @@ def describe(path: Path, reader: Reader) -> Description:
 
 def _state(run: Run, held: dict[str, Any]) -> dict[str, Any]:
     """Whether the run is running, and how it failed. `running` is None when another host may be running it."""
-    running: bool | None = any(rank["alive"] for rank in held["ranks"])
+    running: bool | None = bool(held["claimed_by"]) or any(rank["alive"] for rank in held["ranks"])
     state = {"under way": "interrupted", "unknown": "never started"}.get(run.state, run.state)
     if running:
         state = "running"

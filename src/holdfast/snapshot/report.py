@@ -14,6 +14,8 @@ from holdfast.journal import read_journal
 from holdfast.snapshot.arena import EMPTY, READY, SLOTS, STATES, Arena, DamagedError
 from holdfast.snapshot.persisting import Held, OvertakenError, common_steps, newest_generation
 from holdfast.snapshot.place import Place, keeper_alive, open_arenas
+from holdfast.system.leases import lease_seconds, newest_lease, this_machine
+from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
 
 
 def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def run_facts(place: Place, verify: bool = False, verify_disk_bytes: float = 0) 
         "memory": str(place.path),
         "bytes": place.memory_bytes(),
         "keeper": keeper_alive(place),
+        "claimed_by": live_claims(place.folder),
         "common_steps": steps,
         "ranks": [
             {
@@ -94,12 +97,27 @@ def disk_only_facts(folder: Path, verify_disk_bytes: float = 0) -> dict[str, Any
         "memory": None,
         "bytes": 0,
         "keeper": False,
+        "claimed_by": live_claims(folder),
         "common_steps": [],
         "ranks": [],
         "arenas": [],
         "peer_copies": [],
         "checkpoints": disk_facts(folder, verify_disk_bytes),
     }
+
+
+def live_claims(folder: Path) -> list[str]:
+    """The processes that hold a claim of the run, on any host, as far as this host can know: one of another host counts as
+    alive while its lease file was touched within the lease time."""
+    found = []
+    for node in sorted(folder.glob(f"{CLAIM_FOLDER}/node-*")):
+        lease = newest_lease(node) if node.is_dir() else None
+        if lease is None or lease.holder_writes_no_more():
+            continue
+        local = lease.holder is not None and (lease.holder.boot, lease.holder.pid_namespace) == this_machine()
+        if local or time.time() - lease.file_in(node).stat().st_mtime < lease_seconds():
+            found.append(lease.describe())
+    return found
 
 
 def disk_facts(folder: Path, verify_bytes: float = 0) -> list[dict[str, Any]]:
@@ -198,7 +216,7 @@ def disk_lines(facts: dict[str, Any]) -> list[str]:
 def resume_advice(facts: dict[str, Any]) -> tuple[str, str]:
     """What to do next with a run, from what is held of it: a sentence, and the command ("" where only the user knows it)."""
     folder = Path(facts["folder"])
-    if any(rank["alive"] for rank in facts["ranks"]):
+    if facts["claimed_by"] or any(rank["alive"] for rank in facts["ranks"]):
         return "the run is training; to save it and end it", f"holdfast persist {quote(str(folder))} --stop"
     usable = [entry["step"] for entry in facts["checkpoints"] if not entry["trouble"]]
     ends = [e for e in read_events(folder) if e.get("event") in ("started", "resumed", "failure", "finished")]
