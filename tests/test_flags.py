@@ -1,81 +1,193 @@
-"""Command lines read quickly: the same values as tyro's, or left to tyro."""
+"""One parser for every verb: words to an options dataclass and back, and mistakes that name the nearest flag."""
 
-import contextlib
-import functools
-import inspect
-import io
-import subprocess
-import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import pytest
-import tyro
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import flags
-from holdfast.assets.command import fetch
-from holdfast.data.command import merge, preprocess, train_tokenizer
-from holdfast.snapshot.command import persist
-
-COMMANDS = [preprocess, merge, train_tokenizer]
-VALUES = ["a", "a b", "3", "07", "", "-", "-3", "None", "True", "fast", "bpe", "skip", "é", "²", "--", "--json"]
-ODD = ["--no-append-eod", "--output_prefix", "--output-prefix=x", "--workers=2", "--outpu", "-h", "x", "--"]
+from holdfast.config import all_keys
+from holdfast.data.command import PreprocessOptions
+from holdfast.errors import UsageError
+from holdfast.help import help_text
+from holdfast.train.command import TrainOptions, parse
 
 
-@st.composite
-def command_lines(draw, command):
-    """Flags in any order, some twice, most of those that must be there; with one, several or no words that may be right."""
-    parameters = inspect.signature(command).parameters
-    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    names = draw(st.permutations(required + draw(st.lists(st.sampled_from(list(parameters)), max_size=3))))
-    line = []
-    for name in names:
-        count = 0 if parameters[name].default is False else 1
-        count = draw(st.sampled_from([count] * 6 + [0, 1, 2]))
-        line += [
-            f"--{name.replace('_', '-')}",
-            *draw(st.lists(st.sampled_from(VALUES), min_size=count, max_size=count)),
-        ]
-    return line + draw(st.sampled_from([[]] * 8 + [[odd] for odd in ODD]))
+@dataclass(frozen=True)
+class Section:
+    width: int = 8
+    """Width."""
+    bias: bool = True
+    """With bias."""
 
 
-def by_tyro(command, arguments):
-    """The values that tyro reads; None where it finds a mistake or shows its help."""
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Do things.
 
-    @functools.wraps(command)
-    def capture(**values):
-        return values
+    Examples:
 
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            return tyro.cli(flags.for_tyro(capture), args=arguments, config=(tyro.conf.OmitArgPrefixes,))
-        except SystemExit:
-            return None
+      holdfast sample x.bin --names a b
+    """
 
+    HEADINGS: ClassVar[dict[str, str]] = {"output_prefix": "output"}
 
-@pytest.mark.parametrize("command", COMMANDS)
-@settings(max_examples=400, deadline=None)
-@given(data=st.data())
-def test_what_is_read_without_tyro_is_what_tyro_reads(command, data):
-    arguments = data.draw(command_lines(command))
-    plain = flags.read_plainly(command, arguments)
-    event("left to tyro" if plain is None else "read without tyro")
-    if plain is not None:
-        assert by_tyro(command, arguments) == plain
-
-
-@pytest.mark.parametrize("command", [fetch, persist])
-def test_a_command_with_arguments_without_flags_is_left_to_tyro(command):
-    assert flags.read_plainly(command, []) is None
-    assert flags.read_plainly(command, ["--json"]) is None
+    source: Path = field(metadata=flags.positional("SRC"))
+    """What to read, 100% of it."""
+    names: tuple[str, ...] = ()
+    """Names."""
+    sizes: tuple[int, ...] = (1, 2)
+    """Sizes."""
+    mode: Literal["fast", "slow"] = "fast"
+    """Speed."""
+    rate: float | None = None
+    """Rate in Hz. Unset: none."""
+    compile: bool | None = None
+    """Compile. Unset: on CUDA."""
+    follow: bool = field(default=False, metadata=flags.short("-f"))
+    """Follow."""
+    output_prefix: str
+    """Where to write."""
+    section: Section = field(default_factory=Section)
 
 
-def test_a_plain_line_of_preprocess_needs_no_tyro():
-    line = "--input a b --output-prefix c --tokenizer-type GPT2BPETokenizer --vocab-file v --append-eod --workers 2"
-    values = flags.read_plainly(preprocess, line.split())
-    assert values == by_tyro(preprocess, line.split())
-    assert (values["input"], values["append_eod"], values["workers"]) == (("a", "b"), True, 2)
-    # A command that fails shows who called it.
-    program = "from holdfast import cli; cli.run(['merge', '--input', 'nothing', '--output-prefix', 'all'])"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "HoldfastError" in ended.stderr and "tyro" not in ended.stderr
+def read(*words: str) -> Sample:
+    return flags.parse(Sample, "holdfast sample", words)
+
+
+def test_every_kind_of_field_is_read():
+    line = "in --output-prefix out --names a b --sizes 3 --mode slow --rate 2e3 --no-compile -f --width=5 --no-bias"
+    assert read(*line.split()) == Sample(
+        source=Path("in"),
+        output_prefix="out",
+        names=("a", "b"),
+        sizes=(3,),
+        mode="slow",
+        rate=2000.0,
+        compile=False,
+        follow=True,
+        section=Section(5, False),
+    )
+
+
+def test_defaults_hold_for_what_is_not_given():
+    assert read("in", "--output-prefix", "out") == Sample(source=Path("in"), output_prefix="out")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "in --output_prefix out --names a",
+        "--output_prefix=out in --names a",
+        "--names=a --output-prefix=out in",
+        "--names a --output-prefix first --output-prefix out -- in",
+    ],
+)
+def test_underscores_equals_signs_and_any_order_are_accepted(line):
+    assert read(*line.split()) == Sample(source=Path("in"), output_prefix="out", names=("a",))
+
+
+def test_a_list_flag_given_twice_adds_up_and_may_be_empty():
+    assert read("in", "--output-prefix", "o", "--names", "a", "--names", "b", "--sizes").names == ("a", "b")
+    assert read("in", "--output-prefix", "o", "--sizes").sizes == ()
+
+
+def test_values_may_look_like_numbers_or_flags():
+    options = read("in", "--output-prefix=--odd_name", "--rate", "-1", "--names", "-")
+    assert (options.output_prefix, options.rate, options.names) == ("--odd_name", -1.0, ("-",))
+    assert read("in", "--output-prefix", "o", "--rate", "None").rate is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("in --output-prefx o", "has no flag --output-prefx; perhaps you meant --output-prefix"),
+        ("in --output-prefix o --widht 3", "perhaps you meant --width"),
+        ("in --output-prefix o --sise=3", "has no flag --sise; perhaps you meant --sizes"),
+        ("in --output-prefix o --zzzz", "has no flag --zzzz (holdfast sample --help"),
+        ("in --output-prefix o --out x", "has no flag --out"),
+        ("in", "holdfast sample needs --output-prefix"),
+        ("--names a", "holdfast sample needs SRC and --output-prefix"),
+        ("in more --output-prefix o", "unexpected argument 'more'"),
+        ("in --output-prefix", "--output-prefix: expected one argument"),
+        ("in --output-prefix o --width four", "--width four: expected an integer"),
+        ("in --output-prefix o --rate fast", "--rate fast: expected a number"),
+        ("in --output-prefix o --mode quick", "--mode quick: choose one of fast, slow"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_nearest_flag(line, message):
+    with pytest.raises(UsageError) as caught:
+        read(*line.split())
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_another_verb_is_to_read_passes_through_in_order():
+    @dataclass(frozen=True)
+    class Job:
+        """Run it."""
+
+        nodes: int = 1
+        """Nodes."""
+        command: tuple[str, ...] = field(default=(), metadata=flags.remainder("VERB ..."))
+        """Verb."""
+
+    job = flags.parse(Job, "holdfast launch", "train c.toml --num_layers 4 --nodes=2 --data-path a b --bf16".split())
+    assert job == Job(2, tuple("train c.toml --num_layers 4 --data-path a b --bf16".split()))
+
+
+def test_help_has_headings_defaults_and_examples_and_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_text(Sample, "holdfast sample")
+    lines = text.splitlines()
+    assert lines[0] == "usage: holdfast sample SRC --output-prefix PREFIX [flags]"
+    assert max(map(len, lines)) <= 80
+    assert {"Examples:", "  holdfast sample x.bin --names a b", "arguments:", "output:", "[section]:"} <= set(lines)
+    joined = " ".join(text.split())
+    for shown in (
+        "SRC What to read, 100% of it. (required)",
+        "--names TEXT ... Names. --sizes",
+        "--sizes N ... Sizes. (default: 1 2)",
+        "--mode fast|slow Speed. (default: fast)",
+        "--rate X Rate in Hz. Unset: none. --compile, --no-compile Compile.",
+        "-f, --follow Follow.",
+        "--bias, --no-bias With bias. (default: on)",
+    ):
+        assert shown in joined
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
+    lambda word: not word.startswith("-") and word != "None"
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.builds(
+        PreprocessOptions,
+        input=st.lists(TEXTS, min_size=1).map(tuple),
+        output_prefix=TEXTS,
+        vocab_file=st.none() | TEXTS,
+        workers=st.none() | st.integers(),
+        on_bad_line=st.sampled_from(["fail", "skip"]),
+        append_eod=st.booleans(),
+    )
+)
+def test_options_survive_their_own_command_line(options):
+    assert flags.parse(PreprocessOptions, "holdfast preprocess", flags.to_arguments(options)) == options
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("[model]\nnum_layers = 3\nhidden_size = 64\n[train]\nbf16 = true\n")
+    config = parse([str(file), "--num_layers", "5", "--no-bf16", "--data-path", "0.3", "a", "0.7", "b"]).config
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (5, 64, 12)
+    assert (config.train.bf16, config.data.data_path) == (False, ("0.3", "a", "0.7", "b"))
+
+
+def test_the_flags_of_train_are_unique():
+    names = [flag.name for flag in flags.flags_of(TrainOptions)]
+    assert len(names) == len(set(names)) and set(all_keys()) <= set(names)
+    assert set(names) - set(all_keys()) == {one.name for one in fields(TrainOptions)} - {"config"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "holdfast"
-MECHANICS = {"system", "errors", "publish", "journal", "progress", "config", "inspection"}
+MECHANICS = {"system", "errors", "flags", "publish", "journal", "progress", "config", "inspection"}
 BASIS = MECHANICS | {"assets", "tokenizers"}
 STATE = {"checkpoint", "snapshot"}
 MAY_SEE = {

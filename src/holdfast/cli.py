@@ -1,7 +1,7 @@
 """The program `holdfast`: one verb per stage, each verb a function somewhere else. Nothing but the way there lives here.
 
-A verb's module is imported when the verb is called, so that `holdfast --help` costs no torch. Its flags are the function's
-parameters; a wrong one exits with 2 and the nearest name.
+A verb's module is imported when the verb is called, and torch only by its work: no `--help` loads it. A verb is a function with
+one parameter, `options`, whose annotation is the dataclass of its flags.
 """
 
 import gc
@@ -41,7 +41,12 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch stop": ("holdfast.launch.command:launch_stop", "end a run's jobs; training persists first"),
     "launch resume": ("holdfast.launch.command:launch_resume", "submit a stopped run again"),
     "doctor": ("holdfast.launch.command:doctor", "check what a job will meet on this machine"),
-    "bench": ("holdfast.bench.command:bench", "measure a part beside what you would use instead"),
+    "bench fetch": ("holdfast.bench.fetch:bench", "measure 64 processes that fetch at once, and a cached fetch"),
+    "bench preprocess": ("holdfast.bench.preprocess:bench", "measure text to .bin/.idx, merging, random reads"),
+    "bench train": ("holdfast.bench.train:bench", "measure training steps beside a plain GPT-2 and Hugging Face"),
+    "bench snapshot": ("holdfast.bench.snapshot:bench", "measure a snapshot at every step, beside torch.save and DCP"),
+    "bench convert": ("holdfast.bench.convert:bench", "measure a 345M release zip to a Hugging Face folder"),
+    "bench generate": ("holdfast.bench.generate:bench", "measure generation beside Hugging Face's generate"),
 }
 
 # What takes long to get ready is called before the command line is read, by a program that has done nothing else yet.
@@ -56,27 +61,36 @@ def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
             return verb, list(arguments[words:])
     import difflib
 
-    wanted = " ".join(arguments[:1])
-    inner = [verb for verb in VERBS if verb.split()[0] == wanted]
-    near = inner or difflib.get_close_matches(wanted, VERBS, n=3, cutoff=0.5)
-    hint = f"; perhaps you meant: {', '.join(near)}" if near else ""
-    raise UsageError(f"there is no verb '{wanted}'{hint} (holdfast --help lists them all)")
-
-
-def help_text() -> str:
-    width = max(len(verb) for verb in VERBS)
-    lines = [f"  {verb:<{width}}  {summary}" for verb, (_, summary) in VERBS.items()]
-    return "\n".join(
-        [
-            "usage: holdfast VERB [ARGUMENTS]",
-            "",
-            "Raw text to a generating language model, and it does not let go of the run.",
-            "",
-            *lines,
-            "",
-            "holdfast VERB --help shows a verb's flags and examples. `holdfast demo` shows the whole path.",
-        ]
+    word, *rest = arguments
+    inner = sub_verbs(word)
+    if inner:
+        problem = f"there is no verb '{word} {rest[0]}'" if rest else f"'{word}' needs a second word"
+        raise UsageError(f"{problem}; choose one of: {', '.join(inner)} (holdfast {word} --help describes them)")
+    near = difflib.get_close_matches(
+        word, {name for verb in VERBS for name in (verb, verb.split()[0])}, n=3, cutoff=0.5
     )
+    hint = f"; perhaps you meant: {', '.join(near)}" if near else ""
+    raise UsageError(f"there is no verb '{word}'{hint} (holdfast --help lists them all)")
+
+
+def sub_verbs(word: str) -> list[str]:
+    return [verb for verb in VERBS if verb.split()[0] == word and verb != word]
+
+
+def help_text(word: str | None = None) -> str:
+    """All verbs, or those that start with a word."""
+    verbs = sub_verbs(word) if word else list(VERBS)
+    width = max(len(verb) for verb in verbs)
+    lines = [f"  {verb:<{width}}  {VERBS[verb][1]}" for verb in verbs]
+    if word:
+        head, foot = (
+            f"usage: holdfast {word} VERB ...",
+            f"holdfast {word} VERB --help shows the flags of a verb, with examples.",
+        )
+        return "\n".join([head, "", *lines, "", foot])
+    head = "usage: holdfast VERB ...\n\nRaw text to a generating language model, and it does not let go of the run."
+    foot = "holdfast VERB --help shows the flags of a verb, with examples. holdfast demo runs the whole path."
+    return "\n".join([head, "", *lines, "", foot])
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -86,22 +100,21 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if arguments and arguments[0] == "help":
+        arguments = [*arguments[1:], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(help_text())
-        return
-    if arguments[0] in ("-V", "--version"):
+    elif arguments[0] in ("-V", "--version", "version"):
         from importlib.metadata import version
 
         print(f"holdfast {version('holdfast')}")
-        return
-    verb, rest = find_verb(arguments)
-    command = load(VERBS[verb][0])
-    if getattr(command, "parses_its_own_arguments", False):
-        command(rest)
-        return
-    from holdfast import flags
+    elif sub_verbs(arguments[0]) and arguments[1:2] in (["-h"], ["--help"]):
+        print(help_text(arguments[0]))
+    else:
+        from holdfast import flags
 
-    flags.call(command, f"holdfast {verb}", rest)
+        verb, rest = find_verb(arguments)
+        flags.call(load(VERBS[verb][0]), f"holdfast {verb}", rest)
 
 
 def main() -> None:
@@ -117,7 +130,7 @@ def main() -> None:
     except HoldfastError as error:
         fail(str(error), 1)
     except KeyboardInterrupt:
-        fail("interrupted; nothing half-written has a final name", 130)
+        fail("interrupted; no partial output was left behind", 130)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)

@@ -10,11 +10,10 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.flags import positional
 
 KINDS: dict[str, str] = {
     "dataset": "holdfast.data.inspection",
@@ -85,45 +84,50 @@ def _unknown(path: Path) -> str:
     return f"{path} is nothing that Holdfast knows ({', '.join(KINDS)}); for a dataset give PREFIX or PREFIX.idx"
 
 
-def inspect(
-    path: Annotated[str, tyro.conf.Positional],
-    *,
-    tokenizer_type: str = "GPT2BPETokenizer",
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    tokenizer_model: str | None = None,
-    documents: int = 3,
-    json: bool = False,
-) -> None:
-    """Say what a file or folder is: counts, shapes, health. Exit code 1 when something is wrong with it.
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Describe a file or folder: counts, shapes, health. Exit code 1 when something is wrong with it.
 
-    holdfast inspect data/corpus_text_document --vocab-file vocab.json --merge-file merges.txt
+    Examples:
 
-    Args:
-        path: Prefix of a dataset, or the path of anything else that Holdfast reads or writes.
-        tokenizer_type: Tokenizer of a dataset, to show its documents as text.
-        vocab_file: As for preprocess.
-        merge_file: As for preprocess.
-        tokenizer_model: As for preprocess.
-        documents: How many documents of a dataset to show.
-        json: Print the facts as JSON.
+      holdfast inspect corpus_text_document
+      holdfast inspect corpus_text_document --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
+      holdfast inspect first-hf --json
     """
+
+    path: str = field(metadata=positional())
+    """Prefix of a dataset, or the path of anything else that Holdfast reads or writes."""
+    tokenizer_type: str = "GPT2BPETokenizer"
+    """Tokenizer of a dataset, to show its documents as text."""
+    vocab_file: str | None = None
+    """As for preprocess."""
+    merge_file: str | None = None
+    """As for preprocess."""
+    tokenizer_model: str | None = None
+    """As for preprocess."""
+    documents: int = 3
+    """How many documents of a dataset to show."""
+    json: bool = False
+    """Print the facts as JSON."""
+
+
+def inspect(options: InspectOptions) -> None:
     import sys
 
     def tokenizer() -> Any:
         from holdfast.tokenizers import build_tokenizer
 
-        return build_tokenizer(tokenizer_type, vocab_file, merge_file, tokenizer_model)
+        return build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
 
-    reader = Reader(tokenizer if vocab_file or tokenizer_model else None, documents)
-    kind, description = inspect_path(path, reader)
-    if json:
+    reader = Reader(tokenizer if options.vocab_file or options.tokenizer_model else None, options.documents)
+    kind, description = inspect_path(options.path, reader)
+    if options.json:
         import orjson
 
         facts = {"kind": kind, **description.facts, "problems": description.problems}
         print(orjson.dumps(facts, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode())
     else:
-        print("\n".join([f"{path}: {kind}", *description.lines]))
+        print("\n".join([f"{options.path}: {kind}", *description.lines]))
     if description.problems:
         for problem in description.problems:
             print(f"problem: {problem}", file=sys.stderr)

@@ -133,7 +133,7 @@ def test_a_path_stays_itself_and_a_name_is_fetched(server, tmp_path, monkeypatch
 
 
 def test_importing_assets_loads_no_http_library():
-    heavy = ["httpx", "torch", "rich", "huggingface_hub", "tyro", "platformdirs"]
+    heavy = ["httpx", "torch", "rich", "huggingface_hub", "platformdirs"]
     code = f"import sys, holdfast.assets; print([name for name in {heavy} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

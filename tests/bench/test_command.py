@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from holdfast.bench.command import BENCHES, table
+from holdfast.bench.command import table
+from holdfast.cli import sub_verbs
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
@@ -13,10 +14,9 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_help_lists_every_bench_with_examples():
+def test_help_lists_every_bench():
     done = bench("--help")
-    assert done.returncode == 0 and "$ holdfast bench " in done.stdout
-    assert all(f"\n  {name} " in done.stdout for name in BENCHES)
+    assert done.returncode == 0 and all(f"\n  {verb} " in done.stdout for verb in sub_verbs("bench"))
 
 
 @pytest.mark.parametrize("arguments", [["no-such-bench"], ["fetch", "--no-such-flag"], ["fetch", "--against", "hope"]])

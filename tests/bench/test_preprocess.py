@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from holdfast.bench import preprocess
+from holdfast.bench.preprocess import PreprocessBench
 from holdfast.errors import UsageError
 from holdfast.tokenizers.training import train_tokenizer
 
@@ -19,11 +20,11 @@ def files(tmp_path_factory):
     corpus.write_bytes(b"".join(orjson.dumps({"text": sentence}) + b"\n" for sentence in SENTENCES * 40))
     vocab, merges = train_tokenizer(SENTENCES, folder / "bpe", 300, "bpe")
     (bert,) = train_tokenizer(SENTENCES, folder / "wordpiece", 300, "wordpiece")
-    return {"corpus": str(corpus), "vocab_file": str(vocab), "merge_file": str(merges), "bert_vocab_file": str(bert)}
+    return {"corpus": corpus, "vocab_file": str(vocab), "merge_file": str(merges), "bert_vocab_file": str(bert)}
 
 
 def test_every_part_is_measured_and_the_peers_write_the_same_bytes(files):
-    tables = preprocess.run(**files, against=("tiktoken", "tokenizers"), large_mb=1, rounds=1)
+    tables = preprocess.run(PreprocessBench(**files, against=("tiktoken", "tokenizers"), large_mb=1, rounds=1))
     titles = [title.split(":")[0] for title in tables]
     assert sorted(titles) == sorted(preprocess.PARTS)
     race, start_up, *_, large, sentences = tables.values()
@@ -38,14 +39,16 @@ def test_every_part_is_measured_and_the_peers_write_the_same_bytes(files):
 
 
 def test_only_the_parts_asked_for_are_measured(files):
-    assert [title.split(":")[0] for title in preprocess.run(**files, parts=("start-up",), rounds=1)] == ["start-up"]
+    assert [
+        title.split(":")[0] for title in preprocess.run(PreprocessBench(**files, parts=("start-up",), rounds=1))
+    ] == ["start-up"]
 
 
 def test_unknown_peers_and_parts_are_refused(files):
     with pytest.raises(UsageError, match="there is no contender 'hope'; there are: tiktoken, tokenizers, gigatoken"):
-        preprocess.run(**files, against=("hope",))
+        preprocess.run(PreprocessBench(**files, against=("hope",)))
     with pytest.raises(UsageError, match="there is no part 'sprint'; there are: race, start-up"):
-        preprocess.run(**files, parts=("sprint",))
+        preprocess.run(PreprocessBench(**files, parts=("sprint",)))
 
 
 def test_memory_is_that_of_the_whole_family():

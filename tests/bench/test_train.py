@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from holdfast.bench import generate, train
+from holdfast.bench.generate import GenerateBench
 from holdfast.bench.phases import PhaseClock, median_phases
 from holdfast.bench.plain_gpt import PlainGPT, PlainShape
+from holdfast.bench.train import TrainBench
 from holdfast.config import Config, DataConfig, ModelConfig, TrainConfig, config_to_toml, read_config
 from holdfast.errors import UsageError
 
@@ -22,7 +24,7 @@ def config(tmp_path_factory):
 
 
 def test_training_is_measured_beside_both_peers_with_the_steps_phases(config):
-    speeds, phases = train.run(config=config, steps=2, rounds=2).values()
+    speeds, phases = train.run(TrainBench(config=config, steps=2, rounds=2)).values()
     assert [row["contender"] for row in speeds] == ["holdfast", "nanogpt", "hf"]
     for row in speeds:
         assert row["tokens/s"] == pytest.approx(32 / row["step ms"] * 1e3, rel=0.05) and row["MFU"] == "unknown"
@@ -33,14 +35,15 @@ def test_training_is_measured_beside_both_peers_with_the_steps_phases(config):
 def test_bert_is_measured_beside_hugging_face(config):
     bert = replace(read_config(config).model, model_type="bert", bert_variant="original", openai_gelu=False)
     config.with_name("bert.toml").write_text(config_to_toml(replace(read_config(config), model=bert)))
-    speeds, _ = train.run(config=config.with_name("bert.toml"), steps=1, rounds=1).values()
+    speeds, _ = train.run(TrainBench(config=config.with_name("bert.toml"), steps=1, rounds=1)).values()
     assert [row["contender"] for row in speeds] == ["holdfast", "hf"]
     for row in speeds:
         assert 4.5 < row["loss"] < 6.5  # ln 100 + ln 2, more or less
 
 
 def test_generation_is_measured_at_every_batch_size(config):
-    (rows,) = generate.run(config=config, batch_sizes=(1, 3), prompt_tokens=4, new_tokens=3, rounds=1).values()
+    options = GenerateBench(config=config, batch_sizes=(1, 3), prompt_tokens=4, new_tokens=3, rounds=1)
+    (rows,) = generate.run(options).values()
     assert [(row["batch"], row["contender"]) for row in rows] == [
         (1, "holdfast"),
         (1, "hf"),
@@ -52,9 +55,9 @@ def test_generation_is_measured_at_every_batch_size(config):
 
 def test_a_contender_that_does_not_exist_is_named(config):
     with pytest.raises(UsageError, match="there is no contender 'hope'; there are: nanogpt, hf"):
-        train.run(config=config, against=("hope",))
+        train.run(TrainBench(config=config, against=("hope",)))
     with pytest.raises(UsageError, match="there is no contender 'hope'; there are: hf, hf-static"):
-        generate.run(config=config, against=("hope",))
+        generate.run(GenerateBench(config=config, against=("hope",)))
 
 
 def test_phases_add_up_by_name():

@@ -40,11 +40,11 @@ def test_no_direction_needs_torch(tmp_path):
 
 
 def test_json_tells_what_was_done(tmp_path, capsys):
-    from holdfast.conversion.command import convert as verb
+    from holdfast.cli import run
 
     spec = Spec()
     source = write_megatron(tmp_path / "source", spec, make_truth(spec, spec.padded(1)), 3.0)
-    verb(source, tmp_path / "hf", true_vocab_size=spec.vocab, verify=True, json=True)
+    run(["convert", str(source), str(tmp_path / "hf"), "--true-vocab-size", str(spec.vocab), "--verify", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["destination"] == str(tmp_path / "hf") and report["tensors"] == 52 and report["verification"]["exact"]
 

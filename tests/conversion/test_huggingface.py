@@ -165,12 +165,12 @@ def test_activation_epsilon_and_dropout_come_from_args(tmp_path):
 
 
 def test_bert_with_two_gelus_is_converted_and_said(tmp_path, capfd):
-    from holdfast.conversion.command import convert as verb
+    from holdfast.cli import run
 
     spec = Spec(family="bert")
     args = {"openai_gelu": False, "bias_gelu_fusion": True}
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), 3.0, **args)
-    verb(source, tmp_path / "hf", true_vocab_size=spec.vocab)
+    run(["convert", str(source), str(tmp_path / "hf"), "--true-vocab-size", str(spec.vocab)])
     said = capfd.readouterr()
     assert "4.8e-4" in said.err and said.out == f"{tmp_path / 'hf'}\n"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

@@ -17,7 +17,7 @@ path.STEPS, path.KILL_AT = 24, 12
 path.TRAINING.update({"train-iters": 24, "eval-interval": 8, "num-layers": 2, "hidden-size": 64, "micro-batch-size": 2,
                       "global-batch-size": 4})
 from holdfast.demo import command
-command.demo_command(workdir=__import__("pathlib").Path(sys.argv[1]), json=True)
+command.demo_command(command.DemoOptions(workdir=__import__("pathlib").Path(sys.argv[1]), json=True))
 """
 
 

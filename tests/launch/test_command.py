@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.data.command import preprocess
-from holdfast.launch.sharing import parse_only
+from holdfast import flags as command_line
+from holdfast.data.command import PreprocessOptions
 from holdfast.train.command import parse
 
 from .test_kubernetes import KINDS, check, pod_templates
@@ -69,7 +69,7 @@ def test_the_command_of_every_pod_is_one_that_we_understand(kind: str, tmp_path:
         verb, config, *flags = container["args"]
         assert (verb, config) == ("train", "/etc/holdfast/config.toml")
         flags = ["1" if flag.startswith("$(") and flag.endswith("RANK)") else flag for flag in flags]
-        parsed, _ = parse([str(mounted), *flags])
+        parsed = parse([str(mounted), *flags]).config
         assert (parsed.parallel.nnodes, parsed.parallel.nproc_per_node, parsed.parallel.node_rank) == (2, 4, 1)
         assert parsed.parallel.tensor_model_parallel_size == 2
         assert parsed.model.hidden_size == 64
@@ -118,7 +118,7 @@ def test_the_commands_of_preprocessing_are_ones_that_we_understand() -> None:
     share, merge = (template["spec"]["containers"][0] for template in pod_templates(manifests))
     for container, index in ((share, 1), (merge, None)):
         flags = [flag.replace("$(PARTITION)", "1") for flag in container["args"]]
-        values = parse_only(preprocess, "test", flags[1:])
+        values = vars(command_line.parse(PreprocessOptions, "test", flags[1:]))
         assert (flags[0], values["partition_index"], values["partitions"]) == ("preprocess", index, 6)
         assert (values["input"], values["append_eod"]) == (("/fsx/a.jsonl", "/fsx/b.jsonl"), True)
 

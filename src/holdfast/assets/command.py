@@ -1,56 +1,55 @@
 """The verbs `fetch` and `fetch-storm`."""
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.flags import Words, words
-
-NOTHING = words()
+from holdfast.flags import positional
 
 
-def fetch(
-    names: Annotated[Words, tyro.conf.Positional, tyro.conf.arg(metavar="NAME_OR_URL...")] = NOTHING,
-    /,
-    *,
-    sha256: str | None = None,
-    cache_dir: Path | None = None,
-    timeout: float | None = None,
-    offline: bool = False,
-    list: bool = False,
-    json: bool = False,
-) -> None:
-    """Brings files into the cache exactly once, however many processes ask, and prints their local paths.
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """Bring files into the cache exactly once, however many processes ask, and print their local paths.
 
-    A file appears under its name only when it is whole and checked. If the process that downloads dies, another one
-    continues its bytes. The cache is --cache-dir, else $HOLDFAST_CACHE, else $MEGATRON_CACHE, else your cache folder.
+    A file appears under its name only when it is complete and its checksum is right. If the process that downloads dies,
+    another one continues from its last byte. The cache is --cache-dir, else $HOLDFAST_CACHE, else $MEGATRON_CACHE, else your
+    cache folder.
 
-    For example:
+    Examples:
 
-    $ holdfast fetch gpt2
-    $ holdfast fetch gpt2/vocab bert-large-uncased
-    $ holdfast fetch https://example.org/corpus.jsonl.xz --sha256 9f86d081...
-    $ holdfast fetch hf://openai-community/gpt2/config.json --cache-dir /shared/cache
-    $ holdfast fetch --list
-
-    Args:
-        names: URLs (http, https, file, hf, s3) or names of the catalog.
-        sha256: The checksum that the (single) file must have.
-        cache_dir: Where files are kept.
-        timeout: Seconds until it gives up, whoever is downloading. Default: as long as somebody makes progress.
-        offline: Only what is cached; also HOLDFAST_OFFLINE=1.
-        list: Show the names of the catalog.
-        json: Print what was fetched as JSON.
+      holdfast fetch --list
+      holdfast fetch gpt2
+      holdfast fetch gpt2/vocab bert-large-uncased
+      holdfast fetch https://example.org/corpus.jsonl.xz --timeout 600
+      holdfast fetch hf://openai-community/gpt2/config.json --cache-dir /shared/cache
     """
+
+    names: tuple[str, ...] = field(default=(), metadata=positional("NAME_OR_URL"))
+    """URLs (http, https, file, hf, s3) or names from the catalog."""
+    sha256: str | None = None
+    """Checksum that the (single) file must have, in hexadecimal."""
+    cache_dir: Path | None = None
+    """Folder that keeps the files."""
+    timeout: float | None = None
+    """Seconds until the command gives up, whichever process downloads. Unset: as long as the download makes progress."""
+    offline: bool = False
+    """Use only what is in the cache. HOLDFAST_OFFLINE=1 does the same."""
+    list: bool = False
+    """Print the names in the catalog."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+def fetch(options: FetchOptions) -> None:
     from holdfast.assets.catalog import wanted_files
     from holdfast.assets.fetching import fetch_wanted, with_checksum
 
-    if list:
-        _print_catalog(json)
+    if options.list:
+        _print_catalog(options.json)
         return
+    names, sha256 = options.names, options.sha256
     if not names:
         raise UsageError("nothing to fetch: give a URL or a name (holdfast fetch --list shows the names)")
     wanted = [one for name in names for one in wanted_files(name).values()]
@@ -58,11 +57,11 @@ def fetch(
         raise UsageError(f"--sha256 is the checksum of one file, and {' '.join(names)} asks for {len(wanted)}")
     results = []
     for one in wanted:
-        fetched = fetch_wanted(with_checksum(one, sha256), cache_dir, timeout, offline or None)
+        fetched = fetch_wanted(with_checksum(one, sha256), options.cache_dir, options.timeout, options.offline or None)
         results.append(fetched)
-        if not json:
+        if not options.json:
             print(fetched.path, flush=True)
-    if json:
+    if options.json:
         _print_json([{**vars(fetched), "path": str(fetched.path)} for fetched in results])
 
 
@@ -86,51 +85,53 @@ def _print_catalog(json: bool) -> None:
                 print(f"    {url}")
 
 
-def fetch_storm(
-    *,
-    ranks: int = 64,
-    iterations: int = 10,
-    strategy: Literal["holdfast", "naive"] = "holdfast",
-    json: bool = False,
-) -> None:
-    """Reproduces the many-ranks download race on loopback, and shows that it is gone.
+@dataclass(frozen=True, kw_only=True)
+class FetchStormOptions:
+    """Reproduce the many-ranks download race on loopback, and show that it is gone.
 
-    A server with some latency has two files of the sizes of GPT-2's vocabulary and merges. All ranks ask for them in the same
-    instant, with an empty cache, in every iteration. `naive` looks, downloads to the working folder and moves, as many job
-    scripts do. The cache lies in $TMPDIR: point it at a shared folder to try that file system.
+    A server with some latency has two files of the sizes of GPT-2's vocabulary and merges. All ranks ask for them at the same
+    time, with an empty cache, in every iteration. The strategy `naive` checks, downloads to the working folder and moves, as
+    many job scripts do. The cache lies in $TMPDIR: set it to a shared folder to test that file system.
 
-    For example:
+    Examples:
 
-    $ holdfast fetch-storm --strategy naive
-    $ holdfast fetch-storm --ranks 256 --iterations 1
-    $ TMPDIR=/lustre/scratch holdfast fetch-storm --json
-
-    Args:
-        ranks: Processes that ask at once.
-        iterations: How often; the cache is cleared in between.
-        strategy: How the ranks fetch.
-        json: Print the counts as JSON.
+      holdfast fetch-storm --ranks 8 --iterations 1
+      holdfast fetch-storm --strategy naive
+      TMPDIR=/lustre/scratch holdfast fetch-storm --json
     """
+
+    ranks: int = 64
+    """Processes that ask at once."""
+    iterations: int = 10
+    """Repetitions; the cache is cleared in between."""
+    strategy: Literal["holdfast", "naive"] = "holdfast"
+    """How the ranks fetch."""
+    json: bool = False
+    """Print the counts as JSON."""
+
+
+def fetch_storm(options: FetchStormOptions) -> None:
     from holdfast.assets import storm
 
-    if ranks < 1 or iterations < 1:
+    if options.ranks < 1 or options.iterations < 1:
         raise UsageError("--ranks and --iterations start at 1")
     reports = storm.run_storm(
-        storm.STRATEGIES[strategy],
-        ranks,
-        iterations,
-        tell=lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True),
+        storm.STRATEGIES[options.strategy],
+        options.ranks,
+        options.iterations,
+        tell=lambda line: print(line, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
-    total = storm.summary(strategy, ranks, reports)
-    if json:
+    total = storm.summary(options.strategy, options.ranks, reports)
+    if options.json:
         _print_json(total)
     else:
         print(storm.table(reports))
     once = all(count == 1 for report in reports for count in report.gets.values())
-    if strategy == "holdfast" and (total["failed_ranks"] or not once):
+    if options.strategy == "holdfast" and (total["failed_ranks"] or not once):
         errors = sorted({error for report in reports for error in report.errors})
         raise HoldfastError(
-            f"the storm broke through: {total['failed_ranks']} failed ranks, GETs {total['gets']} {errors}"
+            f"fetch-storm failed: expected one GET per file, got {total['gets']}; "
+            f"{total['failed_ranks']} failed ranks {errors}"
         )
 
 

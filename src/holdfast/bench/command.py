@@ -1,10 +1,9 @@
-"""The verb `bench`: finds the measurement and shows its tables.
+"""What the verbs `bench NAME` share: the tables, the machine's description, and a check of names.
 
-A measurement is a module with `run(*, against: tuple[str, ...] = ..., more flags) -> Tables`: tyro makes flags of its parameters
-and help of its docstring. One line in BENCHES registers it.
+A measurement is a module with an options dataclass, `run(options) -> Tables`, and `bench(options)`, which shows the tables. A
+line in cli.VERBS makes it a verb.
 """
 
-import importlib
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -14,40 +13,8 @@ from holdfast.errors import UsageError
 Tables = dict[str, list[dict[str, Any]]]
 """Title to rows; a row's keys are the columns."""
 
-BENCHES: dict[str, tuple[str, str]] = {
-    "preprocess": ("holdfast.bench.preprocess", "text to .bin/.idx, compressed input, merging, reading at random"),
-    "fetch": (
-        "holdfast.bench.fetch",
-        "64 processes fetch at once; the cost of a cached fetch; what waiters cost the holder",
-    ),
-    "generate": ("holdfast.bench.generate", "greedy texts at batch 1 and 8, beside Hugging Face's generate"),
-    "snapshot": (
-        "holdfast.bench.snapshot",
-        "a snapshot at every step: its cost, its blocking part, the restore; beside torch.save and DCP",
-    ),
-    "train": (
-        "holdfast.bench.train",
-        "training steps on random tokens, beside a plain compiled GPT-2 and Hugging Face",
-    ),
-    "convert": (
-        "holdfast.bench.convert",
-        "a 345M release zip to a Hugging Face folder, beside a synced copy of the zip",
-    ),
-}
 
-
-def bench(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(help_text())
-        return
-    name, rest = arguments[0], arguments[1:]
-    refuse_unknown([name], BENCHES, "bench")
-    as_json = "--json" in rest
-    import tyro
-
-    run = importlib.import_module(BENCHES[name][0]).run
-    rest = [argument for argument in rest if argument != "--json"]
-    tables: Tables = tyro.cli(run, prog=f"holdfast bench {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
+def show(name: str, tables: Tables, as_json: bool) -> None:
     if as_json:
         import json
 
@@ -59,33 +26,12 @@ def bench(arguments: list[str]) -> None:
         print(f"\n{title}\n{table(rows)}")
 
 
-bench.parses_its_own_arguments = True  # type: ignore[attr-defined]
-
-
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str = "contender") -> None:
     """A measurement must not leave out in silence what was misspelt."""
     known = list(known)
     for name in given:
         if name not in known:
             raise UsageError(f"there is no {what} '{name}'; there are: {', '.join(known)}")
-
-
-def help_text() -> str:
-    lines = [f"  {name:<10}  {summary}" for name, (_, summary) in BENCHES.items()]
-    return "\n".join(
-        [
-            "usage: holdfast bench NAME [--against PEER...] [--json]",
-            "",
-            "Measures a part of Holdfast beside what a user would pick instead, interleaved in one run.",
-            "",
-            *lines,
-            "",
-            "holdfast bench NAME --help shows a measurement's flags. For example:",
-            "",
-            "$ holdfast bench fetch",
-            "$ holdfast bench fetch --against pooch --json",
-        ]
-    )
 
 
 def machine() -> dict[str, str | int]:

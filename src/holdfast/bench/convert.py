@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from holdfast.bench.command import refuse_unknown
+from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.conversion.stream import Plan, PlannedFile, write_plan
 from holdfast.conversion.tensors import Tensor, tensor_of
 from holdfast.errors import HoldfastError
@@ -111,36 +112,48 @@ def write_release(folder: Path, layers: int, hidden: int) -> Path:
     return path
 
 
-def run(
-    *,
-    against: tuple[str, ...] = ("torch",),
-    layers: int = 24,
-    hidden_size: int = 1024,
-    rounds: int = 5,
-    folder: str | None = None,
-) -> dict[str, list[dict[str, Any]]]:
-    """Megatron release zip (fp16) to Hugging Face safetensors, beside a synced copy of the zip.
+@dataclass(frozen=True, kw_only=True)
+class ConvertBench:
+    """Measure a Megatron release zip (fp16) to Hugging Face safetensors, beside a synced copy of the zip.
 
-    Args:
-        against: What else to measure: torch (torch.load with mmap, transposes, safetensors' save_file).
-        layers: Layers of the synthetic model; 24 × 1024 is the 345M release, 240 × 1024 ten times its layers.
-        hidden_size: Width of the synthetic model.
-        rounds: How often each contender runs.
-        folder: Where to work, about three times the model's size. Unset: the temporary folder.
+    Examples:
+
+      holdfast bench convert
+      holdfast bench convert --layers 4 --rounds 2 --against --json
     """
-    refuse_unknown(against, ["torch"])
-    heads = str(hidden_size // 64)
+
+    against: tuple[str, ...] = ("torch",)
+    """Peers: torch (torch.load with mmap, transposes, safetensors' save_file)."""
+    layers: int = 24
+    """Layers of the synthetic model; 24 × 1024 is the 345M release, 240 × 1024 ten times its layers."""
+    hidden_size: int = 1024
+    """Width of the synthetic model."""
+    rounds: int = 5
+    """How often each contender runs."""
+    folder: str | None = None
+    """Where to work; needs about three times the model's size. Unset: the temporary folder."""
+    json: bool = False
+    """Print the tables as JSON."""
+
+
+def bench(options: ConvertBench) -> None:
+    show("convert", run(options), options.json)
+
+
+def run(options: ConvertBench) -> Tables:
+    refuse_unknown(options.against, ["torch"])
+    heads = str(options.hidden_size // 64)
     contenders: dict[str, tuple[str, list[str]]] = {"copy": (COPY, []), "holdfast": (HOLDFAST, [])}
-    if "torch" in against:
+    if "torch" in options.against:
         contenders["torch"] = (TORCH, [heads])
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        source = write_release(Path(work), layers, hidden_size)
+    with tempfile.TemporaryDirectory(dir=options.folder) as work:
+        source = write_release(Path(work), options.layers, options.hidden_size)
         size = source.stat().st_size
         os.sync()
-        for _ in range(rounds):
+        for _ in range(options.rounds):
             for name, (program, more) in contenders.items():
                 target = Path(work, "out")
                 arguments = [str(source), str(target), *more]
@@ -158,7 +171,7 @@ def run(
                 cpu[name].append(worked)
                 peaks[name] = max(peaks.get(name, 0), peak)
                 subprocess.run(["rm", "-rf", str(target)], check=True)
-    title = f"{layers} × {hidden_size}, fp16, {size / 1e6:,.0f} MB, {rounds} rounds"
+    title = f"{options.layers} × {options.hidden_size}, fp16, {size / 1e6:,.0f} MB, {options.rounds} rounds"
     return {title: [_row(name, seconds, cpu, peaks[name]) for name in contenders]}
 
 

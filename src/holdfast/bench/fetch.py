@@ -11,12 +11,13 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.assets import storm
 from holdfast.assets.storm import Announce, IterationReport, Strategy
-from holdfast.bench.command import refuse_unknown
+from holdfast.bench.command import Tables, refuse_unknown, show
 
 BIG_FILE = 512 << 20  # bytes
 
@@ -74,37 +75,48 @@ def _name(url: str) -> str:
     return url.rpartition("/")[2]
 
 
-def run(
-    *, against: tuple[str, ...] = tuple(PEERS), ranks: int = 64, rounds: int = 5, big_file: int = BIG_FILE
-) -> dict[str, list[dict[str, Any]]]:
-    """Fetching, beside the libraries that people fetch with.
+@dataclass(frozen=True, kw_only=True)
+class FetchBench:
+    """Measure fetching beside the libraries that people fetch with.
 
-    For example:
+    Examples:
 
-    $ holdfast bench fetch
-    $ holdfast bench fetch --against pooch huggingface_hub --rounds 3
-
-    Args:
-        against: Peers: filelock, huggingface_hub, pooch, torch.hub, naive. Those that are not installed are left out.
-        ranks: Processes that ask at once.
-        rounds: How often each is measured.
-        big_file: Bytes of the file that one process downloads while the others wait.
+      holdfast bench fetch
+      holdfast bench fetch --against pooch huggingface_hub --rounds 3
     """
-    refuse_unknown(against, PEERS)
+
+    against: tuple[str, ...] = tuple(PEERS)
+    """Peers. Those that are not installed are left out."""
+    ranks: int = 64
+    """Processes that ask at once."""
+    rounds: int = 5
+    """How often each is measured."""
+    big_file: int = BIG_FILE
+    """Size in bytes of the file that one process downloads while the others wait."""
+    json: bool = False
+    """Print the tables as JSON."""
+
+
+def bench(options: FetchBench) -> None:
+    show("fetch", run(options), options.json)
+
+
+def run(options: FetchBench) -> Tables:
+    refuse_unknown(options.against, PEERS)
     strategies: dict[str, Strategy] = {"holdfast": storm.holdfast}
     modules = ["holdfast.bench.fetch", "httpx"]
-    for peer in against:
+    for peer in options.against:
         strategy, module = PEERS[peer]
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
             strategies[peer] = strategy
             modules.append(module)
-    big_title = f"one process downloads {big_file / 1e6:.0f} MB at full speed, alone and with {ranks - 1} waiting"
+    big_title = f"one process downloads {options.big_file / 1e6:.0f} MB at full speed, alone and with {options.ranks - 1} waiting"
     return {
-        f"{ranks} processes ask for GPT-2's two files at once, {storm.LATENCY} s latency": race(
-            strategies, ranks, rounds, modules
+        f"{options.ranks} processes ask for GPT-2's two files at once, {storm.LATENCY} s latency": race(
+            strategies, options.ranks, options.rounds, modules
         ),
-        "a file that is already cached, in one process": cached(strategies, rounds),
-        big_title: waiting(ranks, rounds, big_file),
+        "a file that is already cached, in one process": cached(strategies, options.rounds),
+        big_title: waiting(options.ranks, options.rounds, options.big_file),
     }
 
 

@@ -9,11 +9,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.command import refuse_unknown
+from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.config import Config, DataConfig, ModelConfig, read_config
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
@@ -22,47 +22,55 @@ PEERS = ("hf", "hf-static")
 Write = Callable[[], Any]
 
 
-def run(
-    *,
-    config: Path | None = None,
-    against: tuple[str, ...] = PEERS,
-    batch_sizes: tuple[int, ...] = (1, 8),
-    prompt_tokens: int = 64,
-    new_tokens: int = 256,
-    rounds: int = 5,
-    compile: bool = True,
-) -> dict[str, list[dict[str, Any]]]:
-    """Tokens/s of generation, a batch at a time.
+@dataclass(frozen=True, kw_only=True)
+class GenerateBench:
+    """Measure the tokens per second of generation, one batch at a time.
 
     Examples:
 
       holdfast bench generate
       holdfast bench generate --batch-sizes 1 --new-tokens 64 --against hf
-
-    Args:
-        config: Configuration whose model is measured. Unset: GPT-2 345M on CUDA, a tiny GPT on the CPU.
-        against: Peers in the same run: hf (dynamic cache), hf-static (static cache, compiled; CUDA only).
-        batch_sizes: Sequences written at once.
-        prompt_tokens: Length of each prompt.
-        new_tokens: Tokens written after it.
-        rounds: Turns of each contender.
-        compile: On CUDA also measure Holdfast with compiled layers.
     """
+
+    config: Path | None = None
+    """Configuration whose model is measured. Unset: GPT-2 345M on CUDA, a tiny GPT on the CPU."""
+    against: tuple[str, ...] = PEERS
+    """Peers in the same run: hf (dynamic cache), hf-static (static cache, compiled; CUDA only)."""
+    batch_sizes: tuple[int, ...] = (1, 8)
+    """Sequences written at once."""
+    prompt_tokens: int = 64
+    """Length of each prompt, in tokens."""
+    new_tokens: int = 256
+    """Tokens written after it."""
+    rounds: int = 5
+    """How often each contender is measured."""
+    compile: bool = True
+    """On CUDA also measure Holdfast with compiled layers."""
+    json: bool = False
+    """Print the tables as JSON."""
+
+
+def bench(options: GenerateBench) -> None:
+    show("generate", run(options), options.json)
+
+
+def run(options: GenerateBench) -> Tables:
     import torch
 
-    refuse_unknown(against, PEERS)
+    refuse_unknown(options.against, PEERS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = _prepare(config, device.type == "cuda", prompt_tokens + new_tokens)
+    chosen = _prepare(options.config, device.type == "cuda", options.prompt_tokens + options.new_tokens)
+    against = options.against
     if against and importlib.util.find_spec("transformers") is None:
         say("hf is left out: transformers is not installed")
         against = ()
     rows = []
-    for batch in batch_sizes:
-        writers = _writers(chosen, device, against, batch, prompt_tokens, new_tokens, compile)
-        rows += _rounds(writers, batch, batch * new_tokens, rounds, device)
+    for batch in options.batch_sizes:
+        writers = _writers(chosen, device, against, batch, options.prompt_tokens, options.new_tokens, options.compile)
+        rows += _rounds(writers, batch, batch * options.new_tokens, options.rounds, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     shape = f"{chosen.model.num_layers} layers × {chosen.model.hidden_size}"
-    title = f"greedy, {shape}, prompt {prompt_tokens}, {new_tokens} new tokens, {name}, torch {torch.__version__}"
+    title = f"greedy, {shape}, prompt {options.prompt_tokens}, {options.new_tokens} new tokens, {name}, torch {torch.__version__}"
     return {title: rows}
 
 
@@ -198,6 +206,6 @@ def _timed(write: Write) -> float:
 
 
 if __name__ == "__main__":
-    from holdfast.bench.command import bench
+    from holdfast.cli import run as run_verb
 
-    bench(["generate", *sys.argv[1:]])
+    run_verb(["bench", "generate", *sys.argv[1:]])

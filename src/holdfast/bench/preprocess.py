@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.bench.command import refuse_unknown
+from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.bench.preprocess_peers import PEERS
 from holdfast.errors import HoldfastError
 from holdfast.tokenizers import Recipe, read_recipe
@@ -42,63 +42,71 @@ class Measured:
 PARTS = ("race", "start-up", "large", "sentences", "compressed", "merge", "read")
 
 
-def run(
-    *,
-    corpus: str,
-    vocab_file: str = "gpt2",
-    merge_file: str | None = None,
-    bert_vocab_file: str | None = None,
-    against: tuple[str, ...] = tuple(PEERS),
-    megatron: str | None = None,
-    megatron_python: str = sys.executable,
-    parts: tuple[str, ...] = PARTS,
-    large_mb: int = 0,
-    workers: int = 2,
-    rounds: int = 3,
-) -> dict[str, list[dict[str, Any]]]:
-    """Preprocessing, beside what people tokenize corpora with.
+@dataclass(frozen=True, kw_only=True)
+class PreprocessBench:
+    """Measure preprocessing beside what people tokenize corpora with.
 
-    For example:
+    Examples:
 
-    $ holdfast bench preprocess --corpus corpus.jsonl --vocab-file vocab.json --merge-file merges.txt
-
-    Args:
-        corpus: JSON lines with the key "text".
-        vocab_file: GPT-2's vocab.json, or the catalog name gpt2.
-        merge_file: GPT-2's merges.txt.
-        bert_vocab_file: BERT's vocab.txt, to measure --split-sentences with it.
-        against: Peers: tiktoken, tokenizers, gigatoken. Those that are not installed are left out.
-        megatron: A checkout of Megatron-LM, whose own scripts then take part.
-        megatron_python: The interpreter for Megatron's scripts (they need triton, nltk and Python 3.12).
-        parts: What to measure: race, start-up, large, sentences, compressed, merge, read.
-        large_mb: Size of the input of "large", the corpus over and over; 0 leaves it out.
-        workers: Worker processes or threads of every contestant.
-        rounds: How often each is measured.
+      holdfast bench preprocess --corpus corpus.jsonl \\
+          --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
     """
+
+    corpus: Path
+    """JSON lines with the key "text"."""
+    vocab_file: str = "gpt2"
+    """GPT-2's vocab.json, or the catalog name gpt2."""
+    merge_file: str | None = None
+    """GPT-2's merges.txt. Unset: from the catalog, with --vocab-file gpt2."""
+    bert_vocab_file: str | None = None
+    """BERT's vocab.txt, to measure --split-sentences with it."""
+    against: tuple[str, ...] = tuple(PEERS)
+    """Peers. Those that are not installed are left out."""
+    megatron: str | None = None
+    """A checkout of Megatron-LM, whose own scripts are then measured too."""
+    megatron_python: str = sys.executable
+    """Interpreter for Megatron's scripts (they need triton, nltk and Python 3.12)."""
+    parts: tuple[str, ...] = PARTS
+    """What to measure."""
+    large_mb: int = 0
+    """Size in MB of the input of "large", the corpus over and over; 0 leaves it out."""
+    workers: int = 2
+    """Worker processes or threads of every contender."""
+    rounds: int = 3
+    """How often each is measured."""
+    json: bool = False
+    """Print the tables as JSON."""
+
+
+def bench(options: PreprocessBench) -> None:
+    show("preprocess", run(options), options.json)
+
+
+def run(options: PreprocessBench) -> Tables:
     from holdfast.tokenizers.recipe import needed_file
 
-    refuse_unknown(against, PEERS)
-    refuse_unknown(parts, PARTS, "part")
-    vocab = needed_file(vocab_file, "--vocab-file", "GPT2BPETokenizer")
-    merges = needed_file(merge_file or vocab_file, "--merge-file", "GPT2BPETokenizer")
+    refuse_unknown(options.against, PEERS)
+    refuse_unknown(options.parts, PARTS, "part")
+    vocab = needed_file(options.vocab_file, "--vocab-file", "GPT2BPETokenizer")
+    merges = needed_file(options.merge_file or options.vocab_file, "--merge-file", "GPT2BPETokenizer")
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as work:
-        checkout = Megatron(megatron, megatron_python, Path(work)) if megatron else None
-        bench = Bench(Path(corpus), Path(work), str(vocab), str(merges), checkout, workers, rounds)
-        peers = [peer for peer in against if importlib.util.find_spec(peer)]
+        checkout = Megatron(options.megatron, options.megatron_python, Path(work)) if options.megatron else None
+        bench = Bench(options.corpus, Path(work), str(vocab), str(merges), checkout, options.workers, options.rounds)
+        peers = [peer for peer in options.against if importlib.util.find_spec(peer)]
         size = bench.corpus.stat().st_size / 1e6
         tables: dict[str, Callable[[], list[dict[str, Any]]]] = {
-            f"race: {size:,.0f} MB of JSON lines to .bin/.idx, {workers} workers": lambda: bench.race(peers),
+            f"race: {size:,.0f} MB of JSON lines to .bin/.idx, {options.workers} workers": lambda: bench.race(peers),
             "start-up: a file of one line": bench.start_up,
             "compressed: input beside the decompressor alone and plain input": bench.compressed,
             "merge: beside copying the same files": bench.merging,
             "read: sequences of 1,024 tokens at random, one process, warm": bench.reading,
         }
-        if large_mb:
-            tables["large: the same text over and over"] = lambda: bench.large(large_mb)
-        if bert_vocab_file:
-            bert = needed_file(bert_vocab_file, "--bert-vocab-file", "BertWordPieceLowerCase")
+        if options.large_mb:
+            tables["large: the same text over and over"] = lambda: bench.large(options.large_mb)
+        if options.bert_vocab_file:
+            bert = needed_file(options.bert_vocab_file, "--bert-vocab-file", "BertWordPieceLowerCase")
             tables["sentences: --split-sentences with a BERT vocabulary"] = lambda: bench.sentences(str(bert))
-        return {title: table() for title, table in tables.items() if title.split(":")[0] in parts}
+        return {title: table() for title, table in tables.items() if title.split(":")[0] in options.parts}
 
 
 class Megatron:

@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.bench.command import Tables, refuse_unknown
+from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.errors import HoldfastError
 
 RIVALS = ("torch.save", "dcp.save", "dcp.async_save")
@@ -24,40 +25,52 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def run(
-    *,
-    against: tuple[str, ...] = RIVALS,
-    model: Literal["auto", "small", "345m"] = "auto",
-    steps: int = 20,
-    rounds: int = 5,
-    compile: bool = True,
-    snapshot_dir: str = "/dev/shm",
-) -> Tables:
-    """Measures the cost of a snapshot at every step, the blocking part of it, and the restore from memory.
+@dataclass(frozen=True, kw_only=True)
+class SnapshotBench:
+    """Measure the cost of a snapshot at every step, its blocking part, and the restore from memory.
 
-    Args:
-        against: What else to measure in the same run: torch.save, dcp.save, dcp.async_save.
-        model: A GPT of 345 million parameters (auto, with CUDA) or of 5 million (auto, without).
-        steps: Steps in a block.
-        rounds: Blocks with and without snapshots, each.
-        compile: torch.compile the model (CUDA only).
-        snapshot_dir: Memory file system for the snapshots.
+    Examples:
+
+      holdfast bench snapshot --model small
+      holdfast bench snapshot --against torch.save --rounds 2 --json
     """
+
+    against: tuple[str, ...] = RIVALS
+    """Peers in the same run."""
+    model: Literal["auto", "small", "345m"] = "auto"
+    """A GPT of 345 million parameters (auto, with CUDA) or of 5 million (auto, without)."""
+    steps: int = 20
+    """Steps in a block."""
+    rounds: int = 5
+    """Blocks with and without snapshots, each."""
+    compile: bool = True
+    """torch.compile the model (CUDA only)."""
+    snapshot_dir: str = "/dev/shm"
+    """Memory file system for the snapshots."""
+    json: bool = False
+    """Print the tables as JSON."""
+
+
+def bench(options: SnapshotBench) -> None:
+    show("snapshot", run(options), options.json)
+
+
+def run(options: SnapshotBench) -> Tables:
     import torch
 
-    refuse_unknown(against, RIVALS)
+    refuse_unknown(options.against, RIVALS)
     cuda = torch.cuda.is_available()
-    name = model if model != "auto" else "345m" if cuda else "small"
+    name = options.model if options.model != "auto" else "345m" if cuda else "small"
     work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     world = 1 if cuda else 2
     task = {
         "shape": SHAPES[name],
         "cuda": cuda,
-        "compile": compile and cuda,
-        "steps": steps,
-        "rounds": rounds,
-        "against": list(against),
-        "memory": snapshot_dir,
+        "compile": options.compile and cuda,
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "against": list(options.against),
+        "memory": options.snapshot_dir,
         "work": str(work),
         "world": world,
     }
@@ -65,7 +78,7 @@ def run(
         trained = _children("train", task, world)
         restored = _children("restore", task, world)
     finally:
-        _clean(work, snapshot_dir)
+        _clean(work, options.snapshot_dir)
     return _tables(trained, restored, name, world)
 
 

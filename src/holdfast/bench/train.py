@@ -13,38 +13,45 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.command import refuse_unknown
+from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
 from holdfast.progress import say
 
 GIB = 1 << 30
 
 
-def run(
-    *,
-    config: Path | None = None,
-    against: tuple[str, ...] = ("nanogpt", "hf"),
-    steps: int = 20,
-    rounds: int = 4,
-    batch_size: int | None = None,
-    seq_length: int | None = None,
-) -> dict[str, list[dict[str, Any]]]:
-    """Training steps on random tokens: tokens/s, MFU, where the time goes, and peak memory.
+@dataclass(frozen=True, kw_only=True)
+class TrainBench:
+    """Measure training steps on random tokens: tokens/s, MFU, time per phase, and peak memory.
 
     Examples:
 
       holdfast bench train
-      holdfast bench train --config configs/gpt2_345m.toml --batch-size 32 --steps 40
+      holdfast bench train --config gpt2_345m --batch-size 32 --steps 40
       holdfast bench train --against --json
-
-    Args:
-        config: Configuration whose model and precision are measured. Unset: GPT-2 345M in bf16 on CUDA, a tiny GPT on the CPU.
-        against: Peers in the same run: nanogpt (a plain compiled GPT-2, for GPT), hf (transformers, if installed).
-        steps: Measured steps of each contender.
-        rounds: The steps are taken in this many turns.
-        batch_size: Sequences per step, computed at once. Unset: the configuration's micro_batch_size.
-        seq_length: Tokens per sequence. Unset: the configuration's.
     """
+
+    config: Path | None = None
+    """Configuration whose model and precision are measured. Unset: GPT-2 345M in bf16 on CUDA, a tiny GPT on the CPU."""
+    against: tuple[str, ...] = ("nanogpt", "hf")
+    """Peers in the same run: nanogpt (a plain compiled GPT-2, for GPT), hf (transformers, if installed)."""
+    steps: int = 20
+    """Measured steps of each contender."""
+    rounds: int = 4
+    """The steps are measured in this many turns."""
+    batch_size: int | None = None
+    """Sequences per step, computed at once. Unset: the configuration's micro_batch_size."""
+    seq_length: int | None = None
+    """Tokens per sequence. Unset: the configuration's."""
+    json: bool = False
+    """Print the tables as JSON."""
+
+
+def bench(options: TrainBench) -> None:
+    show("train", run(options), options.json)
+
+
+def run(options: TrainBench) -> Tables:
     import torch
     import torch.distributed as dist
 
@@ -52,13 +59,14 @@ def run(
     from holdfast.parallel.mesh import pick_device
     from holdfast.system.cpu_features import avoid_amx_traps
 
-    refuse_unknown(against, PEERS)
+    refuse_unknown(options.against, PEERS)
     device = pick_device()
-    chosen = _prepare(config, device.type == "cuda", batch_size, seq_length)
+    chosen = _prepare(options.config, device.type == "cuda", options.batch_size, options.seq_length)
     if device.type == "cpu" and (chosen.train.bf16 or chosen.train.fp16):
         avoid_amx_traps()
     torch.set_float32_matmul_precision("high")
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    against = options.against
     if world > 1 and against:
         say("several ranks: only holdfast is measured")
         against = ()
@@ -68,7 +76,9 @@ def run(
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
-        courses = _measure(chosen, device, against, max(1, rounds), max(1, steps // max(1, rounds)))
+        courses = _measure(
+            chosen, device, against, max(1, options.rounds), max(1, options.steps // max(1, options.rounds))
+        )
     finally:
         dist.destroy_process_group()
     return _tables(chosen, device, courses, world)
@@ -245,6 +255,6 @@ def _model_ranks(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    from holdfast.bench.command import bench
+    from holdfast.cli import run as run_verb
 
-    bench(["train", *sys.argv[1:]])
+    run_verb(["bench", "train", *sys.argv[1:]])

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from holdfast.conversion.model import Model, with_vocabulary
+from holdfast.conversion.options import Options, Target
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan, write_plan
 from holdfast.errors import HoldfastError, UsageError
@@ -13,27 +14,7 @@ from holdfast.publish import publish_folder
 if TYPE_CHECKING:
     from holdfast.conversion.tokenizer_files import TokenizerFiles
 
-Target = Literal["hf", "megatron", "holdfast"]
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
-@dataclass(frozen=True)
-class Options:
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    checkpoint_version: float | None = None
-    megatron_names: Literal["mcore", "legacy"] = "mcore"
-    make_vocab_size_divisible_by: int | None = None
-    dtype: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tokenizer_model: str | None = None
-    true_vocab_size: int | None = None
-    num_attention_heads: int | None = None
-    max_shard_size: str = "5GB"
-    bin: bool = False
-    keep_padding: bool = False
-    verify: bool = False
 
 
 @dataclass

@@ -1,138 +1,130 @@
 """The verbs of the data stage: tokenizer train, preprocess, merge."""
 
 import sys
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
 
 from holdfast.config import TokenizerType
-from holdfast.flags import Words, words
 
-TEXT = words("text")
 BAD_LINES_EXIT_CODE = 3
 
 
-def preprocess(
-    *,
-    input: Words,
-    output_prefix: str,
-    tokenizer_type: TokenizerType = "GPT2BPETokenizer",
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    tokenizer_model: str | None = None,
-    tokenizer_hf_no_include_special_tokens: bool = False,
-    tokenizer_engine: Literal["auto", "fast", "reference"] = "auto",
-    json_keys: Words = TEXT,
-    append_eod: bool = False,
-    split_sentences: bool = False,
-    keep_newlines: bool = False,
-    lang: str = "english",
-    blank_line_documents: bool = False,
-    workers: int | None = None,
-    partitions: int = 1,
-    partition_index: int | None = None,
-    on_bad_line: Literal["fail", "skip"] = "fail",
-    overwrite: bool = False,
-    log_interval: int | None = None,
-    json: bool = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions:
     """Text to a Megatron dataset: PREFIX_KEY_document.bin and .idx, byte for byte as Megatron's preprocess_data.py writes them.
 
-    holdfast preprocess --input corpus.jsonl --output-prefix corpus --vocab-file vocab.json --merge-file merges.txt --append-eod
+    A call that was killed continues where it was when it is repeated. Exit code 3: done, but bad lines were skipped.
 
-    holdfast preprocess --input 'shards/*.jsonl.zst' --output-prefix wiki --split-sentences
-    --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt
+    Examples:
 
-    A call that was killed goes on where it was when it is repeated. Exit code 3: done, but bad lines were skipped.
-
-    Args:
-        input: Files, globs, folders, or - for standard input: JSON lines, .txt, Wikipedia's .xml (plain or compressed), .parquet.
-        output_prefix: Where the dataset goes; the key and the level are added to it.
-        tokenizer_type: Megatron's name of the tokenizer.
-        vocab_file: vocab.json of a byte-level BPE, vocab.txt of BERT; or a catalog name such as gpt2.
-        merge_file: merges.txt of a byte-level BPE.
-        tokenizer_model: tokenizer.json or its folder, SentencePiece model, tiktoken file.
-        tokenizer_hf_no_include_special_tokens: Leave out what a tokenizer.json adds around each text.
-        tokenizer_engine: auto takes the fast engine where it is exact; reference is slow.
-        json_keys: Keys (columns of Parquet) whose texts are tokenized, a dataset each.
-        append_eod: End each document with the end-of-document token.
-        split_sentences: A sequence per sentence, for BERT; the level in the names is then "sentence".
-        keep_newlines: Keep line breaks at the end of sentences.
-        lang: Language of the sentences: ISO code or English name.
-        blank_line_documents: A .txt file holds several documents, separated by blank lines, instead of one.
-        workers: Worker processes; as many as there are cores when not given.
-        partitions: Make the dataset in this many shares and join them.
-        partition_index: Make only this share (from 0); a call without it joins them.
-        on_bad_line: fail stops at the first line that is no document; skip leaves it out and lists it in PREFIX.bad.jsonl.
-        overwrite: Replace a dataset that is there, and start over an unfinished run with other settings.
-        log_interval: Print Megatron's progress line every so many documents.
-        json: Print the summary as JSON.
+      holdfast preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
+          --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
+      holdfast preprocess --input 'shards/*.jsonl.zst' --output-prefix wiki --split-sentences \\
+          --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt
     """
-    from dataclasses import asdict
 
+    HEADINGS: ClassVar[dict[str, str]] = {
+        "input": "input and output",
+        "tokenizer_type": "tokenizer",
+        "append_eod": "documents and sentences",
+        "workers": "processes",
+        "log_interval": "reporting",
+    }
+
+    input: tuple[str, ...]
+    """Files, globs, folders, or - for standard input: JSON lines, .txt, Wikipedia's .xml (plain or compressed), .parquet."""
+    output_prefix: str
+    """Where the dataset goes; the key and the level are added to it."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys (columns of Parquet) whose texts are tokenized, one dataset for each."""
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    """fail stops at the first line that is not a document; skip leaves it out and lists it in PREFIX.bad.jsonl."""
+    overwrite: bool = False
+    """Replace a dataset that exists, and start over an unfinished run with other settings."""
+    tokenizer_type: TokenizerType = "GPT2BPETokenizer"
+    """Megatron's name of the tokenizer."""
+    vocab_file: str | None = None
+    """vocab.json of a byte-level BPE, vocab.txt of BERT; or a catalog name such as gpt2."""
+    merge_file: str | None = None
+    """merges.txt of a byte-level BPE."""
+    tokenizer_model: str | None = None
+    """tokenizer.json or its folder, SentencePiece model, tiktoken file."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """Leave out what a tokenizer.json adds around each text."""
+    tokenizer_engine: Literal["auto", "fast", "reference"] = "auto"
+    """auto uses the fast engine where it is exact; reference is slow."""
+    append_eod: bool = False
+    """End each document with the end-of-document token."""
+    split_sentences: bool = False
+    """One sequence per sentence, for BERT; the level in the names is then "sentence"."""
+    keep_newlines: bool = False
+    """Keep line breaks at the end of sentences."""
+    lang: str = "english"
+    """Language of the sentences: ISO code or English name."""
+    blank_line_documents: bool = False
+    """A .txt file holds several documents, separated by blank lines, instead of one."""
+    workers: int | None = None
+    """Worker processes. Unset: one per core."""
+    partitions: int = 1
+    """Make the dataset in this many shares and join them."""
+    partition_index: int | None = None
+    """Make only this share (from 0); a call without it joins them."""
+    log_interval: int | None = None
+    """Print Megatron's progress line after every this many documents."""
+    json: bool = False
+    """Print the summary as JSON."""
+
+
+def preprocess(options: PreprocessOptions) -> None:
     from holdfast.data.preprocess import preprocess as run
     from holdfast.progress import say
 
-    summary = run(
-        input,
-        output_prefix,
-        tokenizer_type=tokenizer_type,
-        vocab_file=vocab_file,
-        merge_file=merge_file,
-        tokenizer_model=tokenizer_model,
-        include_special_tokens=not tokenizer_hf_no_include_special_tokens,
-        tokenizer_engine=tokenizer_engine,
-        json_keys=json_keys,
-        append_eod=append_eod,
-        split_sentences=split_sentences,
-        keep_newlines=keep_newlines,
-        lang=lang,
-        blank_line_documents=blank_line_documents,
-        workers=workers,
-        partitions=partitions,
-        partition_index=partition_index,
-        on_bad_line=on_bad_line,
-        overwrite=overwrite,
-        log_interval=log_interval,
-    )
+    values = asdict(options)
+    as_json = values.pop("json")
+    values["include_special_tokens"] = not values.pop("tokenizer_hf_no_include_special_tokens")
+    summary = run(**values)
     for line in summary.lines():
         say(line)
-    if json:
+    if as_json:
         import orjson
 
         print(orjson.dumps(asdict(summary)).decode())
     else:
         print("\n".join(summary.outputs))
     if summary.bad_lines:
-        say(f"{summary.bad_lines:,} bad lines were left out; they are listed in {output_prefix}.bad.jsonl")
+        say(f"{summary.bad_lines:,} bad lines were left out; they are listed in {options.output_prefix}.bad.jsonl")
         sys.exit(BAD_LINES_EXIT_CODE)
 
 
-def merge(
-    *,
-    input: Words,
-    output_prefix: str,
-    overwrite: bool = False,
-    json: bool = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
     """Join datasets into one.
 
-    holdfast merge --input parts/ --output-prefix whole
+    Examples:
 
-    Args:
-        input: Folders that hold .bin/.idx pairs (taken in the order of their names), or prefixes of pairs, in their order.
-        output_prefix: Prefix of the pair to write.
-        overwrite: Replace a pair that is there.
-        json: Print the counts as JSON.
+      holdfast merge --input parts/ --output-prefix whole
+      holdfast merge --input a_text_document b_text_document --output-prefix both
     """
-    from dataclasses import asdict
 
+    input: tuple[str, ...]
+    """Folders that hold .bin/.idx pairs (joined in the order of their names), or prefixes of pairs, in their order."""
+    output_prefix: str
+    """Prefix of the pair to write."""
+    overwrite: bool = False
+    """Replace a pair that exists."""
+    json: bool = False
+    """Print the counts as JSON."""
+
+
+def merge(options: MergeOptions) -> None:
     from holdfast.data.merge import merge as run
     from holdfast.progress import say
 
-    merged = run(input, output_prefix, overwrite=overwrite)
+    merged = run(options.input, options.output_prefix, overwrite=options.overwrite)
     say(
         f"{merged.parts:,} parts: {merged.documents:,} documents, {merged.sequences:,} sequences, {merged.bin_bytes:,} bytes"
     )
-    if json:
+    if options.json:
         import orjson
 
         print(orjson.dumps(asdict(merged)).decode())
@@ -140,40 +132,45 @@ def merge(
         print(merged.prefix)
 
 
-def train_tokenizer(
-    *,
-    input: Words,
-    output_dir: str,
-    vocab_size: int = 32000,
-    type: Literal["bpe", "wordpiece", "wordpiece-cased"] = "bpe",
-    json_keys: Words = TEXT,
-    on_bad_line: Literal["fail", "skip"] = "fail",
-    overwrite: bool = False,
-    json: bool = False,
-) -> None:
-    """Learn a tokenizer from your own text: vocab.json and merges.txt (bpe), or vocab.txt (wordpiece).
+@dataclass(frozen=True, kw_only=True)
+class TokenizerTrainOptions:
+    """Train a tokenizer on your own text: vocab.json and merges.txt (bpe), or vocab.txt (wordpiece).
 
-    holdfast tokenizer train --input corpus.jsonl --vocab-size 32000 --output-dir tokenizer
+    Examples:
 
-    Args:
-        input: As for preprocess: files, globs, folders; JSON lines, .parquet, .txt, plain or compressed.
-        output_dir: Folder for the files.
-        vocab_size: Number of tokens to learn. A wordpiece vocabulary too small for all characters keeps the frequent ones.
-        type: bpe is GPT-2's byte-level BPE; wordpiece is BERT's, lower-cased or cased.
-        json_keys: Keys whose texts are learnt from.
-        on_bad_line: fail stops at the first line that is no document; skip leaves such lines out.
-        overwrite: Replace a tokenizer that is in the folder. Runs keep a copy of their own; datasets do not.
-        json: Print the paths as JSON.
+      holdfast tokenizer train --input corpus.jsonl --vocab-size 32000 --output-dir tokenizer
+      holdfast tokenizer train --input corpus.jsonl --type wordpiece --output-dir bert-tokenizer
     """
+
+    input: tuple[str, ...]
+    """As for preprocess: files, globs, folders; JSON lines, .parquet, .txt, plain or compressed."""
+    output_dir: str
+    """Folder for the files."""
+    vocab_size: int = 32000
+    """Number of tokens. A wordpiece vocabulary too small for all characters keeps the frequent ones."""
+    type: Literal["bpe", "wordpiece", "wordpiece-cased"] = "bpe"
+    """bpe is GPT-2's byte-level BPE; wordpiece is BERT's, lower-cased or cased."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys whose texts are used."""
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    """fail stops at the first line that is not a document; skip leaves such lines out."""
+    overwrite: bool = False
+    """Replace a tokenizer that is in the folder. Runs keep a copy of their own; datasets do not."""
+    json: bool = False
+    """Print the paths as JSON."""
+
+
+def train_tokenizer(options: TokenizerTrainOptions) -> None:
     from holdfast.data.texts import Texts
     from holdfast.progress import progress, say
     from holdfast.tokenizers.training import train_tokenizer as train
 
     with progress("tokenizer train") as bar:
-        texts = Texts(input, json_keys, on_bad_line, bar)
+        texts = Texts(options.input, options.json_keys, options.on_bad_line, bar)
         # Standard input cannot be read again.
-        paths = train(iter(texts) if "-" in input else texts, output_dir, vocab_size, type, overwrite=overwrite)
-    if json:
+        source = iter(texts) if "-" in options.input else texts
+        paths = train(source, options.output_dir, options.vocab_size, options.type, overwrite=options.overwrite)
+    if options.json:
         import orjson
 
         print(orjson.dumps({"files": [str(path) for path in paths], "bad_lines": texts.bad_lines}).decode())

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
 PROMPT = "def main("
 
 
-def demo_command(*, keep: bool = True, workdir: Path | None = None, json: bool = False) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
     """The whole path on this machine, offline, in a few minutes on a CPU, with a rank killed on the way.
 
     Examples:
@@ -19,19 +21,25 @@ def demo_command(*, keep: bool = True, workdir: Path | None = None, json: bool =
       holdfast demo
       holdfast demo --workdir /tmp/demo
       holdfast demo --no-keep
-
-    Args:
-        keep: Leave the files for you to look at.
-        workdir: Where they go: a folder that is new, empty, or from an earlier demo. Unset: ./demo, or a temporary folder
-            with --no-keep.
-        json: Print the measured values and the text as JSON.
     """
+
+    keep: bool = True
+    """Leave the files for you to look at."""
+    workdir: Path | None = None
+    """Folder for the files: one that is new, empty, or from an earlier demo. Unset: ./demo, or a temporary folder with
+    --no-keep."""
+    json: bool = False
+    """Print the measured values and the text as JSON."""
+
+
+def demo_command(options: DemoOptions) -> None:
     from holdfast.demo import folder as own_folder
     from holdfast.demo.path import KILL_AT, STEPS, prepare, same_weights, train
     from holdfast.errors import HoldfastError
     from holdfast.progress import count_of, say
 
     begin = time.perf_counter()
+    keep, workdir = options.keep, options.workdir
     work = (workdir or (Path("demo") if keep else Path(tempfile.mkdtemp(prefix="holdfast-demo-")))).resolve()
     own_folder.claim(work)
     tokenizer, prefix, numbers = prepare(work)
@@ -59,7 +67,7 @@ def demo_command(*, keep: bool = True, workdir: Path | None = None, json: bool =
     text = generate(folder, PROMPT, max_new_tokens=60, temperature=0.8, top_k=40, seed=7)[0].text
     say("7. generate     " + repr(PROMPT))
     seconds = time.perf_counter() - begin
-    print(_as_json(work, keep, numbers, calm, torn, text, seconds) if json else text)
+    print(_as_json(work, keep, numbers, calm, torn, text, seconds) if options.json else text)
     say(summary(work, numbers, seconds, keep))
     if not keep:
         own_folder.remove(work)

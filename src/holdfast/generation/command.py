@@ -1,51 +1,55 @@
 """`holdfast generate MODEL`."""
 
-import json as json_format
+import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
+from typing import ClassVar
 
 from holdfast.errors import UsageError
+from holdfast.flags import positional
 
 
-def generate_command(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
-    *,
-    prompt: tuple[str, ...] = (),
-    prompt_file: Path | None = None,
-    max_new_tokens: int = 64,
-    num_return_sequences: int = 1,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1234,
-    compile: bool = False,
-    json: bool = False,
-) -> None:
-    """Writes text with a trained model: a Hugging Face folder, a run folder or a checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Write text with a trained model: a Hugging Face folder, a run folder or a checkpoint.
 
     Examples:
 
       holdfast generate runs/first --prompt "def main("
-      holdfast generate my-hf-folder --prompt "Once" "Twice" --temperature 0.8 --top-k 50
+      holdfast generate first-hf --prompt "Once" "Twice" --temperature 0.8 --top-k 50
       echo "import os" | holdfast generate runs/first --prompt-file - --temperature 0 --json
-
-    Args:
-        model: Hugging Face folder, run folder, or checkpoint (step-...) folder.
-        prompt: Text to continue; several prompts may be given.
-        prompt_file: File with one prompt; - reads standard input.
-        max_new_tokens: Tokens to write at most; the end-of-document token ends a text earlier.
-        num_return_sequences: Texts per prompt.
-        temperature: 0 takes the likeliest token every time.
-        top_k: Only the k likeliest tokens are drawn from; 0 for all.
-        top_p: Only the likeliest tokens that together reach this probability; 1 for all.
-        seed: The same seed gives the same text, whatever is written beside it.
-        compile: Compile the layers first; pays off for long or many texts.
-        json: One JSON array of objects with prompt, completion, text and tokens, on stdout.
     """
-    prompts = list(prompt)
+
+    HEADINGS: ClassVar[dict[str, str]] = {"prompt": "input and output", "temperature": "sampling", "compile": "speed"}
+
+    model: str = field(metadata=positional())
+    """Hugging Face folder, run folder, or checkpoint (step-...) folder."""
+    prompt: tuple[str, ...] = ()
+    """Text to continue; several prompts may be given."""
+    prompt_file: Path | None = None
+    """File with one prompt; - reads standard input."""
+    max_new_tokens: int = 64
+    """Longest continuation, in tokens; the end-of-document token ends a text earlier."""
+    num_return_sequences: int = 1
+    """Texts per prompt."""
+    json: bool = False
+    """Print one JSON array of objects with prompt, completion, text and tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens only; 0 draws from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together reach this probability; 1 draws from all."""
+    seed: int = 1234
+    """The same seed gives the same text, whatever else is in the batch."""
+    compile: bool = False
+    """Compile the layers first; saves time for long or many texts."""
+
+
+def generate_command(options: GenerateOptions) -> None:
+    prompt_file = options.prompt_file
+    prompts = list(options.prompt)
     if prompt_file is not None:
         prompts.append(read_prompt(prompt_file))
     if not prompts:
@@ -53,22 +57,22 @@ def generate_command(
     from holdfast.generation.engine import generate
 
     completions = generate(
-        model,
+        options.model,
         prompts,
-        max_new_tokens=max_new_tokens,
-        num_return_sequences=num_return_sequences,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        compile=compile,
+        max_new_tokens=options.max_new_tokens,
+        num_return_sequences=options.num_return_sequences,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        compile=options.compile,
     )
-    if json:
+    if options.json:
         keys = [
             {"prompt": c.prompt, "completion": c.completion, "text": c.text, "tokens": list(c.tokens)}
             for c in completions
         ]
-        print(json_format.dumps(keys, ensure_ascii=False))
+        print(json.dumps(keys, ensure_ascii=False))
         return
     for number, completion in enumerate(completions):
         if number:

@@ -11,61 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.errors import UsageError
+from holdfast.launch.options import SlurmOptions
 from holdfast.launch.pairs import pairs
-
-
-@dataclass(frozen=True)
-class SlurmOptions:
-    """What the job asks of Slurm. Every other flag goes to the verb."""
-
-    nodes: int = 1
-    """Nodes: of the training job, or how many partitions are preprocessed at the same time."""
-    gpus_per_node: int | None = None
-    """GPUs per node; training starts one rank for each."""
-    cpus_per_task: int | None = None
-    """CPU cores per node (one task runs on each)."""
-    mem: str | None = None
-    """Memory per node, e.g. 200G; 0 is all of it."""
-    partition: str | None = None
-    """Partition (queue) of the cluster."""
-    account: str | None = None
-    """Account that pays."""
-    qos: str | None = None
-    """Quality of service."""
-    time: str | None = None
-    """Time limit as Slurm writes it: minutes, H:M:S or D-H:M:S. The run goes on in the next one."""
-    exclusive: bool = False
-    """Whole nodes only."""
-    constraint: str | None = None
-    """Features that the nodes must have."""
-    reservation: str | None = None
-    """Reservation to run in."""
-    array: str | None = None
-    """Preprocess: partitions to run instead of all, e.g. 3,7-9%2."""
-    dependency: str | None = None
-    """Start after other jobs, e.g. afterok:123."""
-    env: tuple[str, ...] = ()
-    """NAME=VALUE pairs for the job's environment."""
-    modules: tuple[str, ...] = ()
-    """Environment modules to load."""
-    prolog: tuple[str, ...] = ()
-    """Lines of shell to run first, e.g. 'source /apps/venv/bin/activate'."""
-    container_image: str | None = None
-    """Image for Pyxis: a .sqsh file or a registry address. Default: $IMAGE, else $APPS_PATH/holdfast.sqsh if it is there."""
-    container_mounts: str | None = None
-    """SOURCE:TARGET,... for Pyxis. Default: $DATA_PATH and every folder that the job names, under their own names."""
-    sbatch: tuple[str, ...] = ()
-    """Further options for #SBATCH lines, e.g. '--mail-type=END'."""
-    job_name: str | None = None
-    """Name in the queue. Default: that of the run folder."""
-    requeue: bool = True
-    """Come back by itself: after preemption, a lost node or the time limit."""
-    max_requeues: int = 20
-    """Starts after which the job gives up coming back."""
-    signal_seconds: int = 300
-    """Seconds before the time limit at which the run persists and requeues itself. Slurm may be a minute early."""
-    dry_run: bool = False
-    """Print the batch file and submit nothing."""
 
 
 @dataclass(frozen=True)

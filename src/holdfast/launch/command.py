@@ -2,58 +2,39 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import Any
 
 from holdfast.errors import UsageError
+from holdfast.launch.options import (
+    DaskOptions,
+    DoctorOptions,
+    ImageOptions,
+    KubernetesOptions,
+    LogsOptions,
+    ResumeOptions,
+    SlurmOptions,
+    StatusOptions,
+    StopOptions,
+)
 from holdfast.progress import say
 
-if TYPE_CHECKING:
-    from holdfast.launch.batch import SlurmOptions
-    from holdfast.launch.dask_cluster import DaskOptions
-    from holdfast.launch.kubernetes import KubernetesOptions
 
-Run = Annotated[Path, tyro.conf.Positional]
-
-SLURM_HELP = """Submit `holdfast train` or `holdfast preprocess` as a Slurm job that comes back by itself.
-
-  holdfast launch slurm train configs/gpt2_345m.toml --save /fsx/runs/345m --nodes 4 --gpus-per-node 8 --time 12:00:00
-  holdfast launch slurm train CONFIG.toml --save RUN --nodes 2 --gpus-per-node 8 --container-image /apps/holdfast.sqsh --dry-run
-
-Every flag of the verb is taken too; the flags below are the job's. The batch file stays in RUN/launch."""
-
-KUBERNETES_HELP = """Render `holdfast train` or `holdfast preprocess` as a Kubernetes job; --apply hands it to kubectl.
-
-  holdfast launch kubernetes train configs/gpt2_345m.toml --save /fsx/runs/345m --nodes 4 --gpus-per-node 8 \\
-      --image registry.example/holdfast:0.1.0 --pvc fsx-claim:/fsx
-
-Every flag of the verb is taken too; the flags below are the job's. Paths are those in the pods."""
-
-DASK_HELP = """Run `holdfast preprocess` over the workers of a Dask cluster; waits for the end and prints the dataset.
-
-  holdfast launch dask preprocess --scheduler tcp://head:8786 --partitions 64 \\
-      --input '/fsx/*.jsonl' --output-prefix /fsx/corpus --vocab-file gpt2 --append-eod
-
-The workers need Holdfast and the same file system."""
+def run_verb(options: Any, verbs: Mapping[str, Callable[[Any, Sequence[str]], None]]) -> None:
+    """Calls the launcher of the verb that the command line names, with the arguments of that verb."""
+    name, *arguments = options.command or ("",)
+    if name not in verbs:
+        problem = f"cannot launch '{name}'" if name else "nothing to launch"
+        raise UsageError(f"{problem}; launch one of: {', '.join(verbs)}")
+    verbs[name](options, arguments)
 
 
-def launch_slurm(arguments: list[str]) -> None:
-    from holdfast.launch.batch import SlurmOptions
-
-    verb, options, rest = split(
-        "slurm", arguments, SlurmOptions, SLURM_HELP, {"train": slurm_train, "preprocess": slurm_preprocess}
-    )
-    verb(options, rest)
+def launch_slurm(options: SlurmOptions) -> None:
+    run_verb(options, {"train": slurm_train, "preprocess": slurm_preprocess})
 
 
-launch_slurm.parses_its_own_arguments = True  # type: ignore[attr-defined]
-
-
-def slurm_train(options: "SlurmOptions", arguments: Sequence[str]) -> None:
+def slurm_train(options: SlurmOptions, arguments: Sequence[str]) -> None:
     from holdfast.launch import containers, slurm
     from holdfast.launch.batch import Training, train_script
     from holdfast.launch.plan import plan_training
@@ -63,18 +44,18 @@ def slurm_train(options: "SlurmOptions", arguments: Sequence[str]) -> None:
     options = containers.complete(options, plan.paths())
     ranks = plan.config.parallel.nproc_per_node
     training = Training(plan.run, plan.run / "config.toml", plan.iterations, ranks, plan.layout.words(), plan.assets)
-    script = train_script(options, training)
+    scripts = {"train.sbatch": train_script(options, training)}
     if options.dry_run:
-        print(script, end="")
+        show_scripts(scripts, options.json)
         return
-    slurm.check(script)
+    slurm.check(scripts["train.sbatch"])
     from holdfast.train.preflight import open_run_folder
 
     open_run_folder(plan.config)
-    submit_scripts(plan.run, {"train.sbatch": script})
+    submit_scripts(plan.run, scripts, options.json)
 
 
-def slurm_preprocess(options: "SlurmOptions", arguments: Sequence[str]) -> None:
+def slurm_preprocess(options: SlurmOptions, arguments: Sequence[str]) -> None:
     from holdfast.launch import containers, slurm
     from holdfast.launch.batch import array_script, merge_script
     from holdfast.launch.sharing import share_preprocessing
@@ -87,15 +68,22 @@ def slurm_preprocess(options: "SlurmOptions", arguments: Sequence[str]) -> None:
         share = array_script(options, sharing.run, sharing.command, sharing.partitions)
         scripts = {"preprocess.sbatch": share, **scripts}
     if options.dry_run:
-        print("\n".join(scripts.values()), end="")
+        show_scripts(scripts, options.json)
         return
     for script in scripts.values():
         slurm.check(script)
-    submit_scripts(sharing.run, scripts)
+    submit_scripts(sharing.run, scripts, options.json)
 
 
-def submit_scripts(run: Path, scripts: dict[str, str]) -> None:
-    """Keeps the files in the run folder, submits them, and says how to follow."""
+def show_scripts(scripts: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        print_json({"scripts": scripts})
+    else:
+        print("\n".join(scripts.values()), end="")
+
+
+def submit_scripts(run: Path, scripts: dict[str, str], as_json: bool) -> None:
+    """Keeps the files in the run folder, submits them, and prints how to follow the jobs."""
     from holdfast.launch import control
     from holdfast.launch.batch import launch_folder
     from holdfast.publish import publish_text
@@ -105,29 +93,23 @@ def submit_scripts(run: Path, scripts: dict[str, str]) -> None:
     jobs = control.submit(run, list(scripts))
     say(f"submitted {', '.join(f'{name} as job {job}' for name, job in zip(scripts, jobs, strict=True))}")
     say(f"follow it with: holdfast launch status {run}   or   holdfast launch logs -f {run}")
-    print("\n".join(jobs))
+    show_jobs(run, jobs, as_json)
 
 
-def launch_kubernetes(arguments: list[str]) -> None:
-    from holdfast.launch.kubernetes import KubernetesOptions
+def show_jobs(run: Path, jobs: list[str], as_json: bool) -> None:
+    if as_json:
+        print_json({"run": str(run), "jobs": jobs})
+    else:
+        print("\n".join(jobs))
 
-    verb, options, rest = split(
-        "kubernetes",
-        arguments,
-        KubernetesOptions,
-        KUBERNETES_HELP,
-        {"train": kubernetes_train, "preprocess": kubernetes_preprocess},
-    )
-    image = options.image or os.environ.get("IMAGE")
-    if not image:
+
+def launch_kubernetes(options: KubernetesOptions) -> None:
+    if not options.image:
         raise UsageError("give the container image with --image, or set $IMAGE")
-    verb(replace(options, image=image), rest)
+    run_verb(options, {"train": kubernetes_train, "preprocess": kubernetes_preprocess})
 
 
-launch_kubernetes.parses_its_own_arguments = True  # type: ignore[attr-defined]
-
-
-def kubernetes_train(options: "KubernetesOptions", arguments: Sequence[str]) -> None:
+def kubernetes_train(options: KubernetesOptions, arguments: Sequence[str]) -> None:
     from holdfast.config import config_to_toml
     from holdfast.launch import kubernetes
     from holdfast.launch.plan import plan_training, snapshot_bytes
@@ -140,7 +122,7 @@ def kubernetes_train(options: "KubernetesOptions", arguments: Sequence[str]) -> 
     show(options, kubernetes.train_manifests(options, name, config, plan.config.parallel.nproc_per_node, shm))
 
 
-def kubernetes_preprocess(options: "KubernetesOptions", arguments: Sequence[str]) -> None:
+def kubernetes_preprocess(options: KubernetesOptions, arguments: Sequence[str]) -> None:
     from holdfast.launch import kubernetes
     from holdfast.launch.sharing import share_preprocessing
 
@@ -150,32 +132,30 @@ def kubernetes_preprocess(options: "KubernetesOptions", arguments: Sequence[str]
     show(options, kubernetes.preprocess_manifests(options, name, sharing.command, sharing.partitions))
 
 
-def launch_dask(arguments: list[str]) -> None:
-    from holdfast.launch.dask_cluster import DaskOptions
-
-    verb, options, rest = split("dask", arguments, DaskOptions, DASK_HELP, {"preprocess": dask_preprocess})
-    verb(options, rest)
+def launch_dask(options: DaskOptions) -> None:
+    run_verb(options, {"preprocess": dask_preprocess})
 
 
-launch_dask.parses_its_own_arguments = True  # type: ignore[attr-defined]
-
-
-def dask_preprocess(options: "DaskOptions", arguments: Sequence[str]) -> None:
+def dask_preprocess(options: DaskOptions, arguments: Sequence[str]) -> None:
     from holdfast.launch.dask_cluster import run_partitions
     from holdfast.launch.sharing import share_preprocessing
 
     print(run_partitions(options.scheduler, share_preprocessing(arguments, options.nodes)), end="")
 
 
-def show(options: "KubernetesOptions", manifests: list[dict[str, Any]]) -> None:
+def show(options: KubernetesOptions, manifests: list[dict[str, Any]]) -> None:
     from holdfast.launch import kubernetes
 
     if options.apply and options.dry_run:
         raise UsageError("--apply and --dry-run exclude each other")
-    if not options.apply:
+    if options.json:
+        print_json(manifests)
+    elif not options.apply:
         print(kubernetes.to_yaml(manifests), end="")
+    if not options.apply:
         return
-    print(kubernetes.apply(manifests))
+    created = kubernetes.apply(manifests)
+    say(created) if options.json else print(created)
     last = manifests[-1]
     where = f"--namespace {options.namespace}"
     say(f"follow it with: kubectl get {last['kind'].lower()} {last['metadata']['name']} {where}")
@@ -184,39 +164,12 @@ def show(options: "KubernetesOptions", manifests: list[dict[str, Any]]) -> None:
     )
 
 
-def split(
-    where: str,
-    arguments: list[str],
-    options: Any,
-    help_text: str,
-    verbs: dict[str, Callable[[Any, Sequence[str]], None]],
-) -> tuple[Callable[[Any, Sequence[str]], None], Any, list[str]]:
-    """The verb to run, the job's options, and what is left for the verb itself."""
-    verb = arguments[0] if arguments else "--help"
-    if verb not in verbs and verb not in ("-h", "--help"):
-        raise UsageError(f"cannot launch '{verb}' on {where}; launch one of: {', '.join(verbs)}")
-    prog = f"holdfast launch {where} {'|'.join(verbs)}"
-    own = arguments if verb in ("-h", "--help") or not arguments else arguments[1:]
-    parsed, rest = tyro.cli(options, prog=prog, description=help_text, args=own or ["--help"], return_unknown_args=True)
-    return verbs[verb], parsed, rest
-
-
-def launch_status(run: Run, *, json: bool = False) -> None:
-    """Where a launched run stands: its jobs in the queue, and how far it came.
-
-    holdfast launch status /fsx/runs/345m
-
-    Args:
-        run: The run folder.
-        json: Print it as JSON.
-    """
+def launch_status(options: StatusOptions) -> None:
     from holdfast.launch.control import status
 
-    found = status(run)
-    if json:
-        import orjson
-
-        print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
+    found = status(options.run)
+    if options.json:
+        print_json(found)
         return
     for job in found["jobs"]:
         facts = [f"nodes {job['nodes']}"] * bool(job["nodes"]) + [f"{job['time_left']} left"] * bool(job["time_left"])
@@ -226,113 +179,60 @@ def launch_status(run: Run, *, json: bool = False) -> None:
         print(f"iteration {found['iteration']}, loss {found['loss']}, last event: {found['last_event']}")
 
 
-def launch_logs(run: Run, *, follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False) -> None:
-    """What the jobs of a run print.
-
-    holdfast launch logs -f /fsx/runs/345m
-
-    Args:
-        run: The run folder.
-        follow: Go on until no job of the run is active.
-    """
+def launch_logs(options: LogsOptions) -> None:
     from holdfast.launch.control import print_logs
 
-    print_logs(run, follow)
+    print_logs(options.run, options.follow)
 
 
-def launch_stop(run: Run, *, now: bool = False, timeout: float = 600.0) -> None:
-    """End a run's jobs; training persists its state first. `launch resume` goes on from there.
-
-    holdfast launch stop /fsx/runs/345m
-
-    Args:
-        run: The run folder.
-        now: Cancel at once; training has what Slurm's KillWait leaves it to persist.
-        timeout: Seconds to wait for the end before the job is cancelled.
-    """
+def launch_stop(options: StopOptions) -> None:
     from holdfast.launch.control import stop
 
-    print("\n".join(stop(run, now, timeout)))
+    show_jobs(options.run, stop(options.run, options.now, options.timeout), options.json)
 
 
-def launch_resume(run: Run) -> None:
-    """Submit a stopped run again; it goes on from its newest state.
-
-    holdfast launch resume /fsx/runs/345m
-
-    Args:
-        run: The run folder.
-    """
+def launch_resume(options: ResumeOptions) -> None:
     from holdfast.launch.control import resume
 
-    jobs = resume(run)
-    say(f"submitted again; follow it with: holdfast launch status {run}")
-    print("\n".join(jobs))
+    jobs = resume(options.run)
+    say(f"submitted again; follow it with: holdfast launch status {options.run}")
+    show_jobs(options.run, jobs, options.json)
 
 
-def launch_image(
-    action: Annotated[Literal["build", "import"], tyro.conf.Positional],
-    *,
-    tag: str = "holdfast:latest",
-    context: Path | None = None,
-    base: str | None = None,
-    efa: str | None = None,
-    output: Path | None = None,
-    dry_run: bool = False,
-) -> None:
-    """Build the container image with Docker, or import it with Enroot into the .sqsh that Slurm jobs start from.
-
-    holdfast launch image build --efa 1.48.0
-    holdfast launch image import --output /apps/holdfast.sqsh
-
-    Args:
-        action: build the Docker image, or import it into a squash file.
-        tag: Name of the Docker image.
-        context: Checkout to build from. Default: the one that this program runs from.
-        base: Base image, instead of the pinned one.
-        efa: Version of AWS's EFA installer to put into the image. Default: none.
-        output: Squash file. Default: $APPS_PATH/holdfast.sqsh.
-        dry_run: Print the commands and run nothing.
-    """
+def launch_image(options: ImageOptions) -> None:
     from holdfast.launch import images
 
-    if action == "build":
-        images.build(tag, context or images.checkout(), base, efa, dry_run)
+    if options.action == "build":
+        context = options.context or images.checkout()
+        result = images.build(options.tag, context, options.base, options.efa, options.dry_run)
     else:
-        images.import_image(tag, output or images.default_squash_file(), dry_run)
+        result = images.import_image(options.tag, options.output or images.default_squash_file(), options.dry_run)
+    if options.json:
+        print_json({"commands" if options.dry_run else "image": result if options.dry_run else result[0]})
+    else:
+        print("\n".join(result))
 
 
-def doctor(
-    config: Annotated[Path | None, tyro.conf.Positional] = None, *, folder: tuple[Path, ...] = (), json: bool = False
-) -> None:
-    """Check what a job will meet here: software, GPUs, shared memory, file systems, schedulers; under srun also the links.
-
-    holdfast doctor
-    holdfast doctor configs/gpt2_345m.toml --folder /fsx
-    srun --nodes 4 --ntasks-per-node 1 holdfast doctor --folder /fsx
-
-    Exits with 1 if a check fails.
-
-    Args:
-        config: Configuration whose folders and snapshots are checked against this machine.
-        folder: Further folders that jobs will use.
-        json: Print the checks as JSON.
-    """
+def doctor(options: DoctorOptions) -> None:
     from holdfast.launch.doctor import examine, table
     from holdfast.launch.plan import job_needs
 
-    folders, snapshot_dir, needed = job_needs(config)
-    folders |= {f"folder {path}": path for path in folder}
+    folders, snapshot_dir, needed = job_needs(options.config)
+    folders |= {f"folder {path}": path for path in options.folder}
     checks = examine(folders, snapshot_dir, needed)
     if int(os.environ.get("SLURM_PROCID", "0")):
-        return  # node 0 of the step speaks for all
-    if json:
+        return  # only node 0 of the step reports
+    if options.json:
         from dataclasses import asdict
 
-        import orjson
-
-        print(orjson.dumps([asdict(check) for check in checks], option=orjson.OPT_INDENT_2).decode())
+        print_json([asdict(check) for check in checks])
     else:
         print(table(checks))
     if any(check.verdict == "fail" for check in checks):
         sys.exit(1)
+
+
+def print_json(value: object) -> None:
+    import orjson
+
+    print(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.launch.batch import SlurmOptions
+from holdfast.launch.options import SlurmOptions
 
 
 def complete(options: SlurmOptions, paths: dict[str, str]) -> SlurmOptions:

@@ -7,7 +7,6 @@ a process of its own, so a partition that is finished is left alone and the resu
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import HoldfastError
@@ -16,16 +15,6 @@ from holdfast.progress import progress
 
 RETRIES = 2
 CONNECT_SECONDS = 15
-
-
-@dataclass(frozen=True)
-class DaskOptions:
-    """The cluster. Every other flag goes to the verb."""
-
-    scheduler: str
-    """Address of the scheduler, e.g. tcp://head:8786."""
-    nodes: int = 4
-    """Partitions, where --partitions does not say."""
 
 
 def run_partitions(scheduler: str, sharing: Sharing) -> str:

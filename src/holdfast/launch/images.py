@@ -32,29 +32,29 @@ def build_command(tag: str, context: Path, base: str | None, efa: str | None) ->
     return ["docker", "build", "--tag", tag, "--file", str(context / DOCKERFILE), *given, str(context)]
 
 
-def build(tag: str, context: Path, base: str | None, efa: str | None, dry_run: bool) -> None:
+def build(tag: str, context: Path, base: str | None, efa: str | None, dry_run: bool) -> list[str]:
+    """Builds the image and returns its tag; with `dry_run` returns the command."""
     command = build_command(tag, context, base, efa)
     if dry_run:
-        print(shlex.join(command))
-        return
+        return [shlex.join(command)]
     run(command)
-    print(tag)
+    return [tag]
 
 
 def default_squash_file() -> Path:
     return Path(os.environ.get("APPS_PATH", ".")) / "holdfast.sqsh"
 
 
-def import_image(tag: str, output: Path, dry_run: bool) -> None:
-    """Docker's image as a squash file. Nothing is done when the file there is of the same image."""
+def import_image(tag: str, output: Path, dry_run: bool) -> list[str]:
+    """Docker's image as a squash file; returns the file's path, with `dry_run` the commands.
+
+    Nothing is done when the file is there and of the same image."""
     temporary = temporary_beside(output)
     command = ["enroot", "import", "--output", str(temporary), f"dockerd://{tag}"]
     record = output.with_name(f"{output.name}.digest")
     if dry_run:
-        print(shlex.join(["docker", "image", "inspect", "--format", "{{.Id}}", tag]))
-        print(shlex.join(command))
-        print(shlex.join(["mv", str(temporary), str(output)]))
-        return
+        inspect = ["docker", "image", "inspect", "--format", "{{.Id}}", tag]
+        return [shlex.join(words) for words in (inspect, command, ["mv", str(temporary), str(output)])]
     digest = image_digest(tag)
     if output.exists() and record.exists() and record.read_text().strip() == digest:
         say(f"{output} is of {digest} already")
@@ -66,7 +66,7 @@ def import_image(tag: str, output: Path, dry_run: bool) -> None:
         finally:
             temporary.unlink(missing_ok=True)
         publish_text(record, digest + "\n")
-    print(output)
+    return [str(output)]
 
 
 def image_digest(tag: str) -> str:

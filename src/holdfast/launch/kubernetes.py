@@ -9,58 +9,19 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.launch.options import KubernetesOptions
 from holdfast.launch.pairs import pairs
 
 Manifest = dict[str, Any]
-Kind = Literal["job", "jobset", "pytorchjob", "trainjob"]
 
 CONFIG_FOLDER = "/etc/holdfast"
 PORT = 29500
 # What a drain or preemption leaves the run to persist its state.
 GRACE_SECONDS = 300
-
-
-@dataclass(frozen=True)
-class KubernetesOptions:
-    """What the job asks of the cluster. Every other flag goes to the verb."""
-
-    image: str | None = None
-    """Container image, e.g. registry.example/holdfast:0.1.0. Default: $IMAGE."""
-    nodes: int = 1
-    """Pods: nodes of the training job, or how many partitions are preprocessed at the same time."""
-    gpus_per_node: int = 0
-    """GPUs per pod; training starts one rank for each."""
-    cpus: str | None = None
-    """CPU cores per pod."""
-    mem: str | None = None
-    """Memory per pod, e.g. 200Gi. What lies in /dev/shm counts."""
-    efa: int = 0
-    """Elastic Fabric Adapters per pod (AWS)."""
-    kind: Kind = "job"
-    """Indexed Job, JobSet, Kubeflow's PyTorchJob (training operator) or TrainJob (trainer v2)."""
-    name: str | None = None
-    """Name of the job. Default: that of the run folder, with `run-` in front of a digit."""
-    namespace: str = "default"
-    """Namespace of everything."""
-    pvc: tuple[str, ...] = ()
-    """CLAIM:/PATH pairs: volume claims and where they are mounted. Data and run folder must lie on them."""
-    shm: str | None = None
-    """Size of /dev/shm, e.g. 64Gi. Default: what the snapshots of this configuration need."""
-    env: tuple[str, ...] = ()
-    """NAME=VALUE pairs for the container."""
-    node_selector: tuple[str, ...] = ()
-    """LABEL=VALUE pairs that the nodes must carry."""
-    max_restarts: int = 20
-    """Restarts after which the job fails."""
-    apply: bool = False
-    """Hand the manifests to kubectl. Without it they are only printed."""
-    dry_run: bool = False
-    """Print the manifests (the default, spelled out)."""
 
 
 def train_manifests(

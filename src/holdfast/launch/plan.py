@@ -53,9 +53,11 @@ def plan_training(arguments: Sequence[str], nodes: int, gpus_per_node: int | Non
     from holdfast.train.command import parse
     from holdfast.train.preflight import check_data, resolve
 
-    config, switches = parse(list(arguments))
-    if switches:
-        raise UsageError(f"{', '.join(sorted(switches))} is for `holdfast train` itself, not for a job")
+    options = parse(arguments)
+    for flag in ("print_config", "dry_run", "json"):
+        if getattr(options, flag):
+            raise UsageError(f"--{flag.replace('_', '-')} is for `holdfast train` itself, not for a job")
+    config = options.config
     ranks = gpus_per_node or config.parallel.nproc_per_node
     config = replace(config, parallel=replace(config.parallel, nnodes=nodes, nproc_per_node=ranks))
     config = with_absolute_paths(config)

@@ -4,13 +4,10 @@ Slurm, Kubernetes and Dask run the same two command lines. Both are the user's o
 run in another place, and the number of partitions spelled out.
 """
 
-import functools
 import glob
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from holdfast import flags
 from holdfast.errors import HoldfastError, UsageError
@@ -38,9 +35,9 @@ class Sharing:
 
 def share_preprocessing(arguments: Sequence[str], nodes: int, here: bool = True) -> Sharing:
     """The commands for `preprocess` arguments, or an error with the reason. `here`: the files can be seen from this machine."""
-    from holdfast.data.command import preprocess
+    from holdfast.data.command import PreprocessOptions
 
-    values = parse_only(preprocess, "holdfast launch ... preprocess", arguments)
+    values = asdict(flags.parse(PreprocessOptions, "holdfast preprocess", arguments))
     if values["partition_index"] is not None:
         raise UsageError("--partition-index is for `holdfast preprocess` itself; a launch makes all of them")
     if "-" in values["input"]:
@@ -55,7 +52,7 @@ def share_preprocessing(arguments: Sequence[str], nodes: int, here: bool = True)
         require_there({f"input {name}": name for name in values["input"]} | files)
     paths = {f"input {i}": name for i, name in enumerate(values["input"], 1)}
     return Sharing(
-        ["preprocess", *to_arguments(preprocess, values)],
+        ["preprocess", *flags.to_arguments(PreprocessOptions(**values))],
         values["partitions"],
         values["output_prefix"],
         {"output_prefix": values["output_prefix"], **paths, **files},
@@ -67,28 +64,3 @@ def require_there(paths: dict[str, str]) -> None:
     for key, path in paths.items():
         if not Path(path).exists() and not glob.glob(path):
             raise HoldfastError(f"{key}: there is no such file")
-
-
-def parse_only(command: Callable[..., Any], prog: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What a verb would be called with; a wrong flag ends the program as the verb itself would."""
-
-    @functools.wraps(command)
-    def capture(**values: Any) -> dict[str, Any]:
-        return values
-
-    return dict(flags.call(capture, prog, arguments))
-
-
-def to_arguments(command: Callable[..., Any], values: dict[str, Any]) -> list[str]:
-    """The command line for a verb's values; what has its default is left out."""
-    words: list[str] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        value = values[name]
-        if value == parameter.default:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{name.replace('_', '-')}")
-        else:
-            words += [flag, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return words

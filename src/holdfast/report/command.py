@@ -1,40 +1,48 @@
 """`holdfast report RUN`."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+from holdfast.flags import positional
 
 
-def report_command(
-    run: Annotated[Path, tyro.conf.Positional],
-    *,
-    output: Path | None = None,
-    open: bool = False,
-) -> None:
-    """Draws a run as one HTML page: loss, learning rate, throughput, snapshots, failures and resumes, checkpoints.
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Draw a run as one HTML page: loss, learning rate, throughput, snapshots, failures and resumes, checkpoints.
 
-    The page needs nothing but itself, so it can be mailed or attached. A run that is still going on may be drawn at any time.
+    The page is one file without links, so it can be mailed or attached. A run that is still going on may be drawn at any time.
 
     Examples:
 
       holdfast report runs/first
       holdfast report runs/first --output first.html --open
-
-    Args:
-        run: Run folder (what --save named).
-        output: File to write. Unset: report.html in the run folder.
-        open: Show the page in the browser.
     """
+
+    run: Path = field(metadata=positional())
+    """Run folder (what --save named)."""
+    output: Path | None = None
+    """File to write. Unset: report.html in the run folder."""
+    open: bool = False
+    """Show the page in the browser."""
+    json: bool = False
+    """Print the path of the page as JSON."""
+
+
+def report_command(options: ReportOptions) -> None:
     from holdfast.publish import publish_text
     from holdfast.report.page import render
     from holdfast.report.reading import read_run
 
-    page = render(read_run(run))
-    path = output or run / "report.html"
+    page = render(read_run(options.run))
+    path = options.output or options.run / "report.html"
     publish_text(path, page)
-    print(path)
-    if open:
+    if options.json:
+        import orjson
+
+        print(orjson.dumps({"path": str(path)}).decode())
+    else:
+        print(path)
+    if options.open:
         import webbrowser
 
         webbrowser.open(path.resolve().as_uri())

@@ -1,40 +1,44 @@
 """The verbs `snapshots` and `persist`: show what is held of a run, and write it to disk. No torch."""
 
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.flags import positional
 
 ANSWER_SECONDS = 600.0
 
 
-def snapshots(
-    run: Annotated[str, tyro.conf.Positional],
-    *,
-    snapshot_dir: str = "/dev/shm",
-    verify: bool = False,
-    json: bool = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SnapshotsOptions:
     """Show what is held of a run, in memory and on disk: which step, verified or not, how many bytes.
 
-    holdfast snapshots runs/gpt
+    Examples:
 
-    Args:
-        run: Name or folder of the run.
-        snapshot_dir: Memory file system that holds the snapshots.
-        verify: Compare every byte in memory and on disk with its checksum now. Unset: show the keeper's last check of the
-            memory, and compare only the sizes of the files on disk.
-        json: Print the facts as JSON.
+      holdfast snapshots runs/first
+      holdfast snapshots runs/first --verify --json
     """
+
+    run: str = field(metadata=positional())
+    """Name or folder of the run."""
+    snapshot_dir: str = "/dev/shm"
+    """Memory file system that holds the snapshots."""
+    verify: bool = False
+    """Compare every byte in memory and on disk with its checksum now. Unset: show the keeper's last check of the memory, and
+    compare only the sizes of the files on disk."""
+    json: bool = False
+    """Print the facts as JSON."""
+
+
+def snapshots(options: SnapshotsOptions) -> None:
     import sys
 
     from holdfast.snapshot.report import run_lines
 
-    facts = find_run(run, snapshot_dir, verify)
-    if json:
+    facts = find_run(options.run, options.snapshot_dir, options.verify)
+    if options.json:
         import orjson
 
         sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
@@ -70,23 +74,31 @@ def real_path(path: str) -> Path:
         raise HoldfastError(f"{path} is a symbolic link that leads to itself") from None
 
 
-def persist(
-    run: Annotated[str, tyro.conf.Positional], *, stop: bool = False, snapshot_dir: str = "/dev/shm", json: bool = False
-) -> None:
-    """Write the newest memory snapshot of a run to disk now, with or without living trainers; prints the checkpoint's path.
+@dataclass(frozen=True, kw_only=True)
+class PersistOptions:
+    """Write the newest memory snapshot of a run to disk now, with or without live trainers; prints the checkpoint's path.
 
-    holdfast persist runs/gpt --stop
+    Examples:
 
-    Args:
-        run: Name or folder of the run.
-        stop: End the run after the next step as well.
-        snapshot_dir: Memory file system that holds the snapshots.
-        json: Print the path as JSON.
+      holdfast persist runs/first
+      holdfast persist runs/first --stop
     """
+
+    run: str = field(metadata=positional())
+    """Name or folder of the run."""
+    stop: bool = False
+    """End the run after the next step as well."""
+    snapshot_dir: str = "/dev/shm"
+    """Memory file system that holds the snapshots."""
+    json: bool = False
+    """Print the path as JSON."""
+
+
+def persist(options: PersistOptions) -> None:
     from holdfast.snapshot.place import find_place
 
-    path = persist_now(find_place(run, snapshot_dir), stop)
-    if json:
+    path = persist_now(find_place(options.run, options.snapshot_dir), options.stop)
+    if options.json:
         import sys
 
         import orjson

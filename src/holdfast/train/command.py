@@ -2,54 +2,61 @@
 
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from holdfast import flags
 from holdfast.config import Config, config_to_toml, read_config
 from holdfast.errors import UsageError
 from holdfast.progress import say
 
-HELP = """Pretrain a GPT or BERT model: checks the configuration, starts and supervises the ranks of this node.
 
-Every key of the configuration is also a flag, and flags win over the file. Examples:
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Pretrain a GPT or BERT model: checks the configuration, starts and supervises the ranks of this node.
 
-  holdfast train configs/gpt_tiny.toml --data-path my-data_text_document --save runs/first
-  holdfast train configs/gpt2_345m.toml --nproc-per-node 8 --tensor-model-parallel-size 2 --save runs/345m
-  holdfast train runs/first/config.toml              # repeats or continues that run
-  holdfast train configs/gpt3_175b.toml --nnodes 128 --nproc-per-node 8 --dry-run
-  holdfast train --print-config > my.toml            # every key, commented
-  torchrun --nproc-per-node 2 -m holdfast.train configs/gpt_tiny.toml --save runs/second
-"""
+    Every key of the configuration is also a flag, and flags win over the file.
+
+    Examples:
+
+      holdfast train configs/gpt_tiny.toml --data-path my-data_text_document --save runs/first
+      holdfast train configs/gpt2_345m.toml --nproc-per-node 8 --save runs/345m
+      holdfast train runs/first/config.toml              # repeats or continues that run
+      holdfast train configs/gpt3_175b.toml --nnodes 128 --nproc-per-node 8 --dry-run
+      holdfast train --print-config > my.toml            # every key, commented
+      torchrun --nproc-per-node 2 -m holdfast.train configs/gpt_tiny.toml --save runs/second
+    """
+
+    file: str | None = field(default=None, metadata=flags.positional("CONFIG.toml"))
+    """Configuration file. Unset: the defaults below."""
+    print_config: bool = False
+    """Print the complete configuration, commented, and start nothing."""
+    dry_run: bool = False
+    """Describe the layout and its memory, and start nothing."""
+    json: bool = False
+    """Print the result as JSON when the run ends."""
+    config: Config = field(default_factory=Config)
+
+    @staticmethod
+    def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"config": read_config(given["file"])} if given.get("file") else {}
 
 
-def parse(arguments: list[str]) -> tuple[Config, set[str]]:
-    """The configuration that file and flags make together, and the switches that are not configuration."""
-    switches = {"--print-config", "--dry-run"} & set(arguments)
-    rest = [argument for argument in arguments if argument not in switches]
-    base = Config()
-    if rest and not rest[0].startswith("-"):
-        base = read_config(rest.pop(0))
-    import tyro
-
-    flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes)(Config)
-    epilogue = (
-        "other options: --print-config prints the complete file; --dry-run describes the layout and starts nothing."
-    )
-    config = tyro.cli(
-        flat, prog="holdfast train [CONFIG.toml]", default=base, args=rest, description=f"{HELP}\n{epilogue}"
-    )
-    return config, switches
+def parse(arguments: Sequence[str]) -> TrainOptions:
+    """The options of a command line; their `config` is what file and flags make together."""
+    return flags.parse(TrainOptions, "holdfast train", arguments)
 
 
-def train_command(arguments: list[str]) -> None:
-    config, switches = parse(arguments)
-    if "--print-config" in switches:
-        print(config_to_toml(config, comments=True), end="")
+def train_command(options: TrainOptions) -> None:
+    if options.print_config:
+        print(config_to_toml(options.config, comments=True), end="")
         return
-    config = take_slurm(config)
+    config = take_slurm(options.config)
     from holdfast.train.preflight import check_data, open_run_folder, resolve
 
     config, layout = resolve(config)
-    if "--dry-run" in switches:
+    if options.dry_run:
         from holdfast.train.estimate import describe
 
         print(describe(config, layout))
@@ -59,9 +66,6 @@ def train_command(arguments: list[str]) -> None:
     from holdfast.train.supervisor import start_ranks
 
     start_ranks(config)
-
-
-train_command.parses_its_own_arguments = True  # type: ignore[attr-defined]
 
 
 def take_slurm(config: Config) -> Config:
@@ -82,8 +86,7 @@ def worker_main() -> None:
     from holdfast.train.preflight import check_data, open_run_folder, resolve
     from holdfast.train.worker import Refused, run_worker
 
-    config, _ = parse(sys.argv[1:])
-    config, _ = resolve(config, int(os.environ.get("WORLD_SIZE", "1")))
+    config, _ = resolve(parse(sys.argv[1:]).config, int(os.environ.get("WORLD_SIZE", "1")))
     if os.environ.get("RANK", "0") == "0" and "HOLDFAST_SUPERVISED" not in os.environ:
         check_data(config)
         open_run_folder(config)

@@ -1,0 +1,279 @@
+"""The flags of the launch verbs and of `doctor`, one dataclass per verb. Imports nothing that takes time."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from holdfast.flags import positional, remainder, short
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Submit `holdfast train` or `holdfast preprocess` as a Slurm job that requeues itself and continues.
+
+    Every flag of the verb is accepted too; the flags below are those of the job. The batch file stays in RUN/launch.
+
+    Examples:
+
+      holdfast launch slurm train gpt2_345m --data-path /fsx/data/corpus_text_document \\
+          --save /fsx/runs/345m --nodes 4 --gpus-per-node 8 --time 12:00:00
+      holdfast launch slurm train my.toml --save runs/my --nodes 2 --gpus-per-node 8 --dry-run
+      holdfast launch slurm preprocess --input '/fsx/*.jsonl' --output-prefix /fsx/corpus \\
+          --vocab-file gpt2 --append-eod --nodes 4 --partitions 64
+    """
+
+    HEADINGS: ClassVar[dict[str, str]] = {
+        "nodes": "resources",
+        "env": "environment",
+        "job_name": "job",
+    }
+
+    nodes: int = 1
+    """Nodes: of the training job, or how many partitions are preprocessed at the same time."""
+    gpus_per_node: int | None = None
+    """GPUs per node; training starts one rank for each."""
+    cpus_per_task: int | None = None
+    """CPU cores per node (one task runs on each)."""
+    mem: str | None = None
+    """Memory per node, e.g. 200G; 0 is all of it."""
+    partition: str | None = None
+    """Partition (queue) of the cluster."""
+    account: str | None = None
+    """Account that pays."""
+    qos: str | None = None
+    """Quality of service."""
+    time: str | None = None
+    """Time limit as Slurm writes it: minutes, H:M:S or D-H:M:S. The run goes on in the next one."""
+    exclusive: bool = False
+    """Whole nodes only."""
+    constraint: str | None = None
+    """Features that the nodes must have."""
+    reservation: str | None = None
+    """Reservation to run in."""
+    array: str | None = None
+    """Preprocess: partitions to run instead of all, e.g. 3,7-9%2."""
+    dependency: str | None = None
+    """Start after other jobs, e.g. afterok:123."""
+    env: tuple[str, ...] = ()
+    """NAME=VALUE pairs for the job's environment."""
+    modules: tuple[str, ...] = ()
+    """Environment modules to load."""
+    prolog: tuple[str, ...] = ()
+    """Lines of shell to run first, e.g. 'source /apps/venv/bin/activate'."""
+    container_image: str | None = None
+    """Image for Pyxis: a .sqsh file or a registry address. Unset: $IMAGE, else $APPS_PATH/holdfast.sqsh if it is there."""
+    container_mounts: str | None = None
+    """SOURCE:TARGET,... for Pyxis. Unset: $DATA_PATH and every folder that the job names, under their own names."""
+    sbatch: tuple[str, ...] = ()
+    """Further options for #SBATCH lines, e.g. '--mail-type=END'."""
+    job_name: str | None = None
+    """Name in the queue. Unset: that of the run folder."""
+    requeue: bool = True
+    """Come back by itself: after preemption, a lost node or the time limit."""
+    max_requeues: int = 20
+    """Starts after which the job gives up coming back."""
+    signal_seconds: int = 300
+    """Seconds before the time limit at which the run persists and requeues itself. Slurm may be a minute early."""
+    dry_run: bool = False
+    """Print the batch file and submit nothing."""
+    json: bool = False
+    """Print the jobs (with --dry-run the batch files) as JSON."""
+    command: tuple[str, ...] = field(default=(), metadata=remainder("train|preprocess ..."))
+    """The verb to run, with its own arguments and flags."""
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """Render `holdfast train` or `holdfast preprocess` as a Kubernetes job; --apply hands it to kubectl.
+
+    Every flag of the verb is accepted too; the flags below are those of the job. Paths are those in the pods.
+
+    Examples:
+
+      holdfast launch kubernetes train gpt2_345m --data-path /fsx/data/corpus_text_document \\
+          --vocab-size 50257 --save /fsx/runs/gpt2-345m --nodes 4 --gpus-per-node 8 \\
+          --image registry.example/holdfast:0.1.0 --pvc fsx-claim:/fsx
+    """
+
+    HEADINGS: ClassVar[dict[str, str]] = {
+        "image": "resources",
+        "kind": "job",
+        "pvc": "environment",
+        "apply": "result",
+    }
+
+    image: str | None = None
+    """Container image, e.g. registry.example/holdfast:0.1.0. Unset: $IMAGE."""
+    nodes: int = 1
+    """Pods: nodes of the training job, or how many partitions are preprocessed at the same time."""
+    gpus_per_node: int = 0
+    """GPUs per pod; training starts one rank for each."""
+    cpus: str | None = None
+    """CPU cores per pod."""
+    mem: str | None = None
+    """Memory per pod, e.g. 200Gi. What lies in /dev/shm counts."""
+    efa: int = 0
+    """Elastic Fabric Adapters per pod (AWS)."""
+    kind: Literal["job", "jobset", "pytorchjob", "trainjob"] = "job"
+    """Indexed Job, JobSet, Kubeflow's PyTorchJob (training operator) or TrainJob (trainer v2)."""
+    name: str | None = None
+    """Name of the job. Unset: that of the run folder, with `run-` in front of a digit."""
+    namespace: str = "default"
+    """Namespace of everything."""
+    pvc: tuple[str, ...] = ()
+    """CLAIM:/PATH pairs: volume claims and where they are mounted. Data and run folder must lie on them."""
+    shm: str | None = None
+    """Size of /dev/shm, e.g. 64Gi. Unset: what the snapshots of this configuration need."""
+    env: tuple[str, ...] = ()
+    """NAME=VALUE pairs for the container."""
+    node_selector: tuple[str, ...] = ()
+    """LABEL=VALUE pairs that the nodes must carry."""
+    max_restarts: int = 20
+    """Restarts after which the job fails."""
+    apply: bool = False
+    """Hand the manifests to kubectl. Without it they are only printed."""
+    dry_run: bool = False
+    """Print the manifests (the default, spelled out)."""
+    json: bool = False
+    """Print the manifests as one JSON list instead of YAML."""
+    command: tuple[str, ...] = field(default=(), metadata=remainder("train|preprocess ..."))
+    """The verb to run, with its own arguments and flags."""
+
+    @staticmethod
+    def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"image": os.environ["IMAGE"]} if "IMAGE" in os.environ else {}
+
+
+@dataclass(frozen=True)
+class DaskOptions:
+    """Run `holdfast preprocess` on the workers of a Dask cluster; waits for the end and prints what preprocess prints.
+
+    Every flag of preprocess is accepted too. The workers need Holdfast and the same file system.
+
+    Examples:
+
+      holdfast launch dask preprocess --scheduler tcp://head:8786 --partitions 64 \\
+          --input '/fsx/*.jsonl' --output-prefix /fsx/corpus --vocab-file gpt2 --append-eod
+    """
+
+    scheduler: str
+    """Address of the scheduler, e.g. tcp://head:8786."""
+    nodes: int = 4
+    """Partitions, where --partitions does not say."""
+    command: tuple[str, ...] = field(default=(), metadata=remainder("preprocess ..."))
+    """The verb to run, with its own arguments and flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Build the container image with Docker, or import it with Enroot into the .sqsh file that Slurm jobs start from.
+
+    Examples:
+
+      holdfast launch image build --efa 1.48.0 --dry-run
+      holdfast launch image import --output /apps/holdfast.sqsh
+    """
+
+    action: Literal["build", "import"] = field(metadata=positional())
+    """build the Docker image, or import it into a squash file."""
+    tag: str = "holdfast:latest"
+    """Name of the Docker image."""
+    context: Path | None = None
+    """Checkout to build from. Unset: the one that this program runs from."""
+    base: str | None = None
+    """Base image, instead of the pinned one."""
+    efa: str | None = None
+    """Version of AWS's EFA installer to put into the image. Unset: none."""
+    output: Path | None = None
+    """Squash file. Unset: $APPS_PATH/holdfast.sqsh."""
+    dry_run: bool = False
+    """Print the commands and run nothing."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """Show the state of a launched run: its jobs in the queue, and its progress.
+
+    Examples:
+
+      holdfast launch status /fsx/runs/345m
+    """
+
+    run: Path = field(metadata=positional())
+    """The run folder."""
+    json: bool = False
+    """Print the state as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsOptions:
+    """Show what the jobs of a run print.
+
+    Examples:
+
+      holdfast launch logs -f /fsx/runs/345m
+    """
+
+    run: Path = field(metadata=positional())
+    """The run folder."""
+    follow: bool = field(default=False, metadata=short("-f"))
+    """Continue until no job of the run is active."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopOptions:
+    """End a run's jobs; training persists its state first. `launch resume` continues from there.
+
+    Examples:
+
+      holdfast launch stop /fsx/runs/345m
+    """
+
+    run: Path = field(metadata=positional())
+    """The run folder."""
+    now: bool = False
+    """Cancel at once; training has only Slurm's KillWait to persist its state."""
+    timeout: float = 600.0
+    """Seconds to wait for the end before the job is cancelled."""
+    json: bool = False
+    """Print the ended jobs as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Submit a stopped run again; it continues from its newest state.
+
+    Examples:
+
+      holdfast launch resume /fsx/runs/345m
+    """
+
+    run: Path = field(metadata=positional())
+    """The run folder."""
+    json: bool = False
+    """Print the submitted jobs as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Check this machine for a job: software, GPUs, shared memory, file systems, schedulers; under srun also the links.
+
+    Exits with 1 if a check fails.
+
+    Examples:
+
+      holdfast doctor
+      holdfast doctor gpt2_345m --folder /fsx
+      srun --nodes 4 --ntasks-per-node 1 holdfast doctor --folder /fsx
+    """
+
+    config: Path | None = field(default=None, metadata=positional())
+    """Configuration whose folders and snapshots are checked against this machine."""
+    folder: tuple[Path, ...] = ()
+    """Further folders that jobs use."""
+    json: bool = False
+    """Print the checks as JSON."""
