@@ -93,6 +93,9 @@ def test_a_run_that_never_reached_step_1_names_the_cause(tmp_path):
     assert "state failed" in said and "rank 0 failed: OutOfMemoryError: too small; the run did not continue" in said
     assert "correct the cause of the failure first; to continue from step 0" in said
     assert f"holdfast train {folder}/config.toml" in said
+    journal.event("started", world=2)
+    journal.event("failure", kind="exit", rank=0, cause="killed by SIGTERM", exit_code=-15)
+    assert "what to do next to continue from step 0" in text(folder)  # nothing to correct
 
 
 def test_a_run_that_a_live_process_has_claimed_is_running(folder, capsys):
@@ -184,5 +187,6 @@ def test_snapshots_of_a_run_that_is_only_on_disk(folder, tmp_path, capsys, monke
     with pytest.raises(HoldfastError, match="is a folder but not a run.*first"):
         cli.run(["snapshots", str(tmp_path), *memory])
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(HoldfastError, match="leads to itself"):
-        cli.run(["snapshots", str(tmp_path / "loop"), *memory])
+    for verb in ("snapshots", "persist"):
+        with pytest.raises(HoldfastError, match="leads to itself"):
+            cli.run([verb, str(tmp_path / "loop"), *memory])

@@ -39,7 +39,8 @@ def describe(path: Path, reader: Reader) -> Description:
         **_tokens(dataset),
     }
     if facts["tokens"] * dataset.dtype.itemsize != facts["bin_bytes"] and not problems:
-        problems.append(f"{dataset.bin_path} holds {facts['bin_bytes']:,} bytes; its index speaks of another number")
+        described = facts["tokens"] * dataset.dtype.itemsize
+        problems.append(f"{dataset.bin_path} holds {facts['bin_bytes']:,} bytes, but its index describes {described:,}")
     if reader.tokenizer and not problems:
         facts |= _texts(dataset, reader, facts, problems)
     return Description(facts, _lines(facts), problems)

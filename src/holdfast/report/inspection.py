@@ -159,8 +159,9 @@ def _not_finite(run: Run) -> list[str]:
 def _next(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """(sentence, command) pairs, the most useful first."""
     sentence, command = resume_advice(facts)
-    reason = facts["last_failure"] or facts["last_refusal"]
-    if facts["state"] in ("failed", "never started") and reason:
+    cause = (facts["last_failure"] or {}).get("cause") or (facts["last_refusal"] or {}).get("reason")
+    killed = str(cause).startswith("killed by SIG")  # by a person or a scheduler: there may be nothing to correct
+    if facts["state"] in ("failed", "never started") and cause and not killed:
         sentence = f"correct the cause of the failure first; {sentence}"
     advice = [(sentence, command)]
     folder = quote(facts["folder"])

@@ -16,7 +16,6 @@ from holdfast.snapshot.report import size_text
 # Lane of the timeline and style of each kind of event; kinds that are not named here get a lane of their own.
 LANES = {
     "started": ("run", "main"),
-    "submitted": ("run", "main"),
     "finished": ("run", "main"),
     "failure": ("failures", "bad"),
     "refused": ("failures", "bad"),

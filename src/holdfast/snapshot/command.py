@@ -97,6 +97,7 @@ class PersistOptions:
 def persist(options: PersistOptions) -> None:
     from holdfast.snapshot.place import find_place
 
+    real_path(options.run)  # a symbolic link that leads to itself is an error
     path = persist_now(find_place(options.run, options.snapshot_dir), options.stop)
     if options.json:
         import sys
