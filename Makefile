@@ -10,6 +10,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadsco
 .PHONY: demo test test-all check format clean
 
 demo: $(READY)
+	@echo 'The demo trains two small models on this machine, offline; it takes 2 to 5 minutes on two cores and about 100 MB in ./demo.'
 	$(BIN)/holdfast demo
 
 test: $(READY)
@@ -31,6 +32,8 @@ format: $(READY)
 # The marker is written last: an interrupted install is done again, a finished one is never touched.
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Holdfast needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo 'Installing Holdfast into $(VENV): 2 GB with a CPU build of PyTorch, about 8 GB with a CUDA build; 2 to 10 minutes.'
+	@echo 'pip prints nothing unless something is wrong. Later calls of make skip this.'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .

@@ -5,8 +5,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from holdfast.config import Config, config_from_tables, config_keys, config_to_toml, field_help, read_config
+from holdfast.config import Config, config_from_tables, config_keys, config_to_toml, read_config
 from holdfast.errors import UsageError
+from holdfast.field_docs import field_docs
 
 
 def test_the_printed_file_reloads_to_the_same_config(tmp_path):
@@ -23,7 +24,7 @@ def test_every_key_is_unique_across_sections_and_has_a_help_text():
     keys = [key for keys in config_keys().values() for key in keys]
     assert len(keys) == len(set(keys))
     for section in fields(Config):
-        helps = field_help(type(getattr(Config(), section.name)))
+        helps = field_docs(type(getattr(Config(), section.name)))
         assert all(len(text) > 10 for text in helps.values()), helps
 
 
@@ -31,8 +32,12 @@ def test_every_key_is_unique_across_sections_and_has_a_help_text():
     ("toml", "said"),
     [
         ("[model]\nnum_layer = 3", "perhaps you meant 'num_layers'"),
-        ("[model]\nlr = 3.0", "belongs into [optimizer]"),
-        ("[modell]\nnum_layers = 3", "perhaps you meant 'model'"),
+        ("[model]\nlr = 3.0", "it belongs in [optimizer]"),
+        ("[modell]\nnum_layers = 3", "unknown section [modell]; perhaps you meant 'model'"),
+        ("num_layers = 3", "num_layers stands outside of any section; it belongs in [model]"),
+        ("num_layer = 3", "unknown key 'num_layer'; perhaps you meant 'num_layers'"),
+        ("[num_layers]\nvalue = 3", "num_layers is a key, not a section; write num_layers = ... under [model]"),
+        ("model = 3", "model is a section; write [model] and its keys below"),
         ("[model]\nnum_layers = '3'", "expected int, found str"),
         ("[model]\nnum_layers = true", "expected int, found bool"),
         ("[model]\nnormalization = 'BatchNorm'", "choose one of LayerNorm, RMSNorm"),

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "holdfast"
-MECHANICS = {"system", "errors", "flags", "publish", "journal", "progress", "config", "inspection"}
+MECHANICS = {
+    "system",
+    "errors",
+    "flags",
+    "publish",
+    "journal",
+    "progress",
+    "config",
+    "config_files",
+    "field_docs",
+    "inspection",
+}
 BASIS = MECHANICS | {"assets", "tokenizers"}
 STATE = {"checkpoint", "snapshot"}
 MAY_SEE = {

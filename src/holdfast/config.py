@@ -5,7 +5,6 @@ string under a field is its help, on the command line and as comment in the prin
 file shows it commented out, and the code that needs it derives it from the others.
 """
 
-import ast
 import difflib
 import inspect
 import tomllib
@@ -16,7 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from holdfast.config_files import find_config
 from holdfast.errors import UsageError
+from holdfast.field_docs import field_docs
 
 TokenizerType = Literal[
     "GPT2BPETokenizer",
@@ -290,14 +291,10 @@ class Config:
 
 
 def read_config(path: Path | str) -> Config:
-    """The configuration in a TOML file; keys that it leaves out keep their defaults."""
-    path = Path(path)
+    """The configuration in a TOML file, or of that name; keys that it leaves out keep their defaults."""
+    path = find_config(path)
     try:
         tables = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such configuration file") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a folder; give its config.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
     return config_from_tables(tables, source=str(path))
@@ -308,9 +305,22 @@ def config_from_tables(tables: Mapping[str, Any], source: str) -> Config:
     changes: dict[str, Any] = {}
     for name, table in tables.items():
         if name not in sections or not isinstance(table, Mapping):
-            raise UsageError(f"{source}: unknown section [{name}]{_nearest(name, sections)}")
+            raise UsageError(f"{source}: {_not_a_section(name, table)}")
         changes[name] = _section_from_table(get_type_hints(Config)[name], table, name, source)
     return replace(Config(), **changes)
+
+
+def _not_a_section(name: str, value: Any) -> str:
+    """Why a top-level name of a file is wrong, and what to write instead."""
+    home = section_of(name)
+    if home and not isinstance(value, Mapping):
+        return f"{name} stands outside of any section; it belongs in [{home}]: write [{home}] in the line before it"
+    if home:
+        return f"{name} is a key, not a section; write {name} = ... under [{home}]"
+    if name in config_keys():
+        return f"{name} is a section; write [{name}] and its keys below"
+    kind = f"section [{name}]" if isinstance(value, Mapping) else f"key '{name}'"
+    return f"unknown {kind}{_nearest(name, [*config_keys(), *all_keys()])}"
 
 
 def _section_from_table(section: Any, table: Mapping[str, Any], name: str, source: str) -> Any:
@@ -318,8 +328,8 @@ def _section_from_table(section: Any, table: Mapping[str, Any], name: str, sourc
     values = {}
     for key, value in table.items():
         if key not in hints:
-            home = next((s for s, keys in config_keys().items() if key in keys), None)
-            hint = f"; it belongs into [{home}]" if home else _nearest(key, all_keys())
+            home = section_of(key)
+            hint = f"; it belongs in [{home}]" if home else _nearest(key, all_keys())
             raise UsageError(f"{source}: unknown key '{key}' in [{name}]{hint}")
         values[key] = _coerce(value, hints[key], f"{source}: {name}.{key}")
     return section(**values)
@@ -349,12 +359,13 @@ def config_to_toml(config: Config, comments: bool = False) -> str:
     lines = []
     for section in fields(config):
         table = getattr(config, section.name)
+        docs = field_docs(type(table)) if comments else {}
         if comments:
             lines.append(f"# {inspect.getdoc(type(table))}")
         lines.append(f"[{section.name}]")
         for key in fields(table):
             if comments:
-                lines.append(f"# {field_help(type(table))[key.name]}")
+                lines.append(f"# {docs[key.name]}")
             value = getattr(table, key.name)
             lines.append(f"# {key.name} =" if value is None else f"{key.name} = {_toml_value(value)}")
             if comments:
@@ -376,27 +387,15 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
-def field_help(section: type) -> dict[str, str]:
-    """The string under each field of a section, read from its source."""
-    body = ast.parse(inspect.getsource(section)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = following.value.value if _is_string(following) else ""  # type: ignore[attr-defined]
-            found[statement.target.id] = str(text)
-    return found
-
-
-def _is_string(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
 @cache
 def config_keys() -> dict[str, tuple[str, ...]]:
     """Section → its keys."""
     hints = get_type_hints(Config)
     return {section.name: tuple(key.name for key in fields(hints[section.name])) for section in fields(Config)}
+
+
+def section_of(key: str) -> str | None:
+    return next((section for section, keys in config_keys().items() if key in keys), None)
 
 
 def all_keys() -> list[str]:

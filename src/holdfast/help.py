@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import MISSING
 from typing import Any
 
-from holdfast.config import field_help
+from holdfast.field_docs import field_docs
 from holdfast.flags import ARGUMENTS, NUMBERS, Flag, flags_of
 
 WIDTH = 100
@@ -27,17 +27,6 @@ def help_text(options: type, prog: str) -> str:
         entries = [entry(flag, docs[flag.name], width) for flag in shown if flag.heading == heading]
         lines += ["", f"{heading}:", *entries] if entries else []
     return "\n".join(lines)
-
-
-def field_docs(options: type) -> dict[str, str]:
-    """The string under each field, of sections and base classes too."""
-    found: dict[str, str] = {}
-    for base in reversed(options.__mro__[:-1]):
-        found |= field_help(base)
-    for section in getattr(options, "__annotations__", {}).values():
-        if hasattr(section, "__dataclass_fields__"):
-            found |= field_docs(section)
-    return found
 
 
 def description(options: type, width: int) -> str:
@@ -61,7 +50,7 @@ def entry(flag: Flag, doc: str, width: int) -> str:
     """One flag: its spellings and value, then the help beside or below it."""
     long = bool(flag.choices) and len(flag.metavar) > LONG_CHOICES
     shown = "NAME" if long else flag.metavar
-    words = [" ".join(doc.split()), f"One of: {', '.join(flag.choices)}." if long else "", default_of(flag)]
+    words = [doc, f"One of: {', '.join(flag.choices)}." if long else "", default_of(flag)]
     text = textwrap.wrap(" ".join(filter(None, words)), width - COLUMN, break_on_hyphens=False)
     head = f"  {spellings(flag)}" + ("" if flag.kind is bool else f" {shown}") + (" ..." if flag.several else "")
     if not flag.named:

@@ -20,16 +20,17 @@ class TrainOptions:
 
     Examples:
 
-      holdfast train configs/gpt_tiny.toml --data-path my-data_text_document --save runs/first
-      holdfast train configs/gpt2_345m.toml --nproc-per-node 8 --save runs/345m
+      holdfast train gpt_tiny --data-path corpus_text_document --save runs/first \\
+          --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
+      holdfast train gpt2_345m --nproc-per-node 8 --data-path corpus_text_document --save runs/345m
       holdfast train runs/first/config.toml              # repeats or continues that run
-      holdfast train configs/gpt3_175b.toml --nnodes 128 --nproc-per-node 8 --dry-run
+      holdfast train gpt3_175b --nnodes 128 --nproc-per-node 8 --dry-run
       holdfast train --print-config > my.toml            # every key, commented
-      torchrun --nproc-per-node 2 -m holdfast.train configs/gpt_tiny.toml --save runs/second
+      torchrun --nproc-per-node 2 -m holdfast.train runs/first/config.toml
     """
 
-    file: str | None = field(default=None, metadata=flags.positional("CONFIG.toml"))
-    """Configuration file. Unset: the defaults below."""
+    file: str | None = field(default=None, metadata=flags.positional("CONFIG"))
+    """Configuration: a TOML file, or the name of one that comes with Holdfast, such as gpt_tiny. Unset: the defaults below."""
     print_config: bool = False
     """Print the complete configuration, commented, and start nothing."""
     dry_run: bool = False

@@ -1,0 +1,68 @@
+"""The wheel, as users install it: the configurations come with it and are found by name; help needs no checkout."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import read_config
+from holdfast.config_files import known_configs
+from holdfast.errors import UsageError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory) -> Path:
+    """The folder that an installed wheel would put on sys.path."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def installed(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "100"}
+    command = [sys.executable, "-m", "holdfast", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_wheel_carries_every_configuration_and_finds_them_by_name(unpacked, tmp_path):
+    names = {file.name for file in (ROOT / "configs").glob("*.toml")}
+    assert {file.name for file in (unpacked / "holdfast" / "configs").iterdir()} == names
+    expected = installed(unpacked, tmp_path, "train", str(ROOT / "configs" / "gpt_tiny.toml"), "--print-config").stdout
+    for name in ("gpt_tiny", "gpt_tiny.toml"):
+        done = installed(unpacked, tmp_path, "train", name, "--print-config")
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    shown = installed(unpacked, tmp_path, "train", "--help").stdout
+    assert "Transformer layers. (default: 12)" in shown
+
+
+def test_a_file_in_the_working_folder_wins_over_one_that_comes_with_holdfast(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_config("gpt_tiny") == read_config(ROOT / "configs" / "gpt_tiny.toml")
+    (tmp_path / "gpt_tiny").mkdir()
+    assert read_config("gpt_tiny") == read_config(ROOT / "configs" / "gpt_tiny.toml")
+    (tmp_path / "gpt_tiny.toml").write_text("[model]\nnum_layers = 7\n")
+    assert read_config("gpt_tiny").model.num_layers == read_config("gpt_tiny.toml").model.num_layers == 7
+
+
+def test_an_unknown_name_lists_those_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UsageError, match="gpt_tine: no such configuration file; those that come with Holdfast are .*gpt_tiny"
+    ):
+        read_config("gpt_tine")
+    with pytest.raises(UsageError, match="no such configuration file$"):
+        read_config("folder/gpt_tiny.toml")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UsageError, match="is a folder; give its config.toml"):
+        read_config("run")
+    assert "gpt3_1.7b" in known_configs() and read_config("gpt3_1.7b").model.num_layers == 24
