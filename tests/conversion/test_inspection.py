@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from holdfast.inspection import inspect, inspect_path
+from holdfast import cli
+from holdfast.inspection import inspect_path
 
 from .holdfast_runs import GPT2_TINY, build_gpt, write_run
 from .megatron_files import Spec, make_truth, write_megatron
@@ -17,14 +18,14 @@ from .test_torch_dist import write_torch_dist
 def test_a_megatron_run_is_described(tmp_path, capsys):
     spec = Spec(layers=4, hidden=16, heads=4)
     run = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(2)), 1.0, 2, 2, 2, orig_vocab_size=101)
-    inspect(str(run), json=True)
+    cli.run(["inspect", str(run), "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert facts["kind"] == "checkpoint" and facts["form"] == "megatron" and facts["checkpoint_version"] == 1.0
     assert (facts["tensor_parallel"], facts["pipeline_parallel"], facts["virtual_pipeline"]) == (2, 2, 2)
     assert facts["iteration"] == 100 and facts["dtypes"] == {"F16": 52} and facts["names"] == "legacy"
     assert facts["architecture"]["true_vocab_size"] == 101 and facts["architecture"]["padded_vocab_size"] == 112
     assert facts["architecture"]["activation"] == "gelu_tanh"
-    inspect(str(run))
+    cli.run(["inspect", str(run)])
     said = capsys.readouterr().out
     assert "TP 2 × PP 2 × VPP 2, iteration 100" in said and "vocabulary 101, 112 with padding" in said
 
@@ -48,7 +49,7 @@ def test_a_hostile_file_is_described_and_not_run(tmp_path, capsys, make):
     (tmp_path / "x.pt").write_bytes(make(mark))
     for path in (release, tmp_path / "x.pt"):
         with pytest.raises(SystemExit) as caught:
-            inspect(str(path))
+            cli.run(["inspect", str(path)])
         assert caught.value.code == 1
         said = capsys.readouterr()
         assert "mentions posix.system, which was not loaded" in said.out and "posix.system, where" in said.err
