@@ -3,22 +3,13 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-SHIM = """
-#include <errno.h>
-#include <stdlib.h>
-int flock(int descriptor, int operation) {
-    const char *mode = getenv("FLOCK_SHIM");
-    if (mode == NULL || atoi(mode) == 0) return 0;
-    errno = atoi(mode);
-    return -1;
-}
-"""
+from tests.flockless import without_flock
+
 PATIENCE = 550
 
 
@@ -49,18 +40,6 @@ def test_many_processes_cause_one_download_per_file_and_no_failure(ranks, iterat
     assert_exactly_once(storm(ranks, iterations), iterations)
 
 
-@pytest.fixture(scope="module")
-def flock_shim(tmp_path_factory):
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler to build the flock shim with")
-    folder = tmp_path_factory.mktemp("shim")
-    (folder / "shim.c").write_text(SHIM)
-    library = folder / "shim.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, folder / "shim.c"], check=True)
-    return library
-
-
 FLOCK_FILE_TWICE = """
 import fcntl, os, sys
 outcomes = []
@@ -76,10 +55,10 @@ print(outcomes)
 
 @pytest.mark.parametrize("iterations", [1, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [0, errno.ENOSYS, errno.ENOLCK], ids=["silent no-op", "ENOSYS", "ENOLCK"])
-def test_it_holds_where_flock_does_not_work(flock_shim, mode, iterations, tmp_path):
-    broken = {"LD_PRELOAD": str(flock_shim), "FLOCK_SHIM": str(mode)}
+def test_it_holds_where_flock_does_not_work(mode, iterations, tmp_path):
+    broken = without_flock(tmp_path, mode)
     command = [sys.executable, "-c", FLOCK_FILE_TWICE, str(tmp_path / "lock")]
-    seen = subprocess.run(command, env={**os.environ, **broken}, capture_output=True, text=True, check=True)
+    seen = subprocess.run(command, env=broken, capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == f"[{mode}, {mode}]", "the shim is not in the way"
     assert_exactly_once(storm(64, iterations, **broken), iterations)
 

@@ -96,7 +96,7 @@ def test_the_exit_code_tells_of_bad_lines(tmp_path: Path, small_bpe: TokenizerFi
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert ("a.jsonl:2: bad line" in done.stderr) == (policy == "fail")
-    assert ("1 bad lines were left out" in done.stderr) == (policy == "skip")
+    assert ("1 bad line was left out" in done.stderr) == (policy == "skip")
 
 
 def test_bad_lines_of_a_share_are_counted_from_the_beginning_of_the_file(

@@ -303,7 +303,7 @@ def test_a_tokenizer_is_trained_past_bad_lines_and_from_standard_input(tmp_path:
     assert f"{source}:41: bad line at byte {sum(map(len, lines[:40])) + 40}: ".encode() in bad.stderr
     assert not (tmp_path / "x").exists()
     past = train(str(source), "past", "--on-bad-line", "skip", "--json")
-    assert past.returncode == 3 and b"1 bad lines were left out" in past.stderr
+    assert past.returncode == 3 and b"1 bad line was left out" in past.stderr
     assert json.loads(past.stdout) == {"files": [str(tmp_path / "past/vocab.txt")], "bad_lines": 1}
     assert train("-", "piped").returncode == 0
     assert (tmp_path / "piped/vocab.txt").read_bytes() == (tmp_path / "past/vocab.txt").read_bytes()

@@ -1,5 +1,6 @@
 """Kill it any time: the next call goes on and gives the same bytes; nothing half-written ever has a final name."""
 
+import errno
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from tests.data.conftest import TokenizerFiles
 from tests.data.corpora import pair, prose
+from tests.flockless import without_flock
 
 from holdfast import preprocess
 from holdfast.errors import HoldfastError
@@ -185,43 +187,54 @@ def test_a_second_run_to_the_same_prefix_is_refused(tmp_path: Path, source: Path
         process.wait()
 
 
-def test_a_changed_input_is_noticed(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(b"\n".join([*prose(3000, seed=3), b"bad line"]))
-    with pytest.raises(HoldfastError, match="bad line"):
-        preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
-    lines = [*prose(3000, seed=4), b'{"text": "mended"}']
-    source.write_bytes(b"\n".join(lines))
-    with pytest.raises(HoldfastError, match="other settings .inputs differ.*--overwrite"):
-        preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
-    preprocess(source, tmp_path / "out", **small_bpe.arguments(), overwrite=True)  # type: ignore[arg-type]
-    preprocess(source, tmp_path / "fresh", **small_bpe.arguments())  # type: ignore[arg-type]
-    assert pair(tmp_path / "out_text_document") == pair(tmp_path / "fresh_text_document")
-
-
-def test_killed_while_names_are_given_it_is_completed(
-    tmp_path: Path, small_bpe: TokenizerFiles, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("last", [".json", ".bin", ".idx"])
+def test_killed_while_names_are_given_it_is_completed_and_no_record_is_untrue(
+    tmp_path: Path, small_bpe: TokenizerFiles, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
-    source = tmp_path / "a.jsonl"
+    """Also where an older dataset is replaced, whose record is there."""
+    older, source, out = tmp_path / "older.jsonl", tmp_path / "a.jsonl", tmp_path / "out"
+    older.write_bytes(b"\n".join(prose(7, 1)))
     source.write_bytes(b"\n".join(prose(100)))
     preprocess(source, tmp_path / "whole", **small_bpe.arguments())  # type: ignore[arg-type]
+    preprocess(older, out, **small_bpe.arguments())  # type: ignore[arg-type]
     import holdfast.data.indexed as indexed
+    import holdfast.publish as publish
 
-    rename = indexed.rename_into_place
+    rename = publish.rename_into_place
 
     def die(temporary: Path, final: Path) -> None:
-        if final.suffix == ".idx":
+        if final.parent == tmp_path and final.suffix == last:
             raise KeyboardInterrupt
         rename(temporary, final)
 
-    monkeypatch.setattr(indexed, "rename_into_place", die)
-    with pytest.raises(KeyboardInterrupt):
-        preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
-    monkeypatch.undo()
-    assert (tmp_path / "out_text_document.bin").exists()
-    assert not (tmp_path / "out_text_document.idx").exists()
-    preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(indexed, "rename_into_place", die)
+        patched.setattr(publish, "rename_into_place", die)
+        preprocess(source, out, **small_bpe.arguments(), overwrite=True)  # type: ignore[arg-type]
+    assert not (tmp_path / "out.json").exists()
+    assert (tmp_path / "out_text_document.idx").exists() == (last == ".json")
+    assert not preprocess(source, out, **small_bpe.arguments()).already_complete  # type: ignore[arg-type]
     assert pair(tmp_path / "out_text_document") == pair(tmp_path / "whole_text_document")
+    assert preprocess(source, out, **small_bpe.arguments()).already_complete  # type: ignore[arg-type]
+
+
+def test_where_flock_does_not_work_one_run_at_a_time_is_kept_all_the_same(
+    tmp_path: Path, source: Path, small_bpe: TokenizerFiles, expected: tuple[bytes, bytes]
+) -> None:
+    environment, words = without_flock(tmp_path, errno.ENOSYS), command(source, tmp_path / "out", small_bpe)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    try:
+        wait_for(lambda: (tmp_path / "out.preprocessing/0.bin").exists(), process)
+        second = subprocess.run(words, capture_output=True, text=True, env=environment)
+    finally:
+        process.kill()
+        process.wait()
+    assert second.returncode == 1
+    assert f"process {process.pid} on " in second.stderr and "is preprocessing to this prefix" in second.stderr
+    fast = [word.replace("reference", "auto") for word in words]
+    done = subprocess.run(fast, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert pair(tmp_path / "out_text_document") == expected
 
 
 FULL_DISK = """

@@ -92,7 +92,7 @@ def preprocess(options: PreprocessOptions) -> None:
     else:
         print("\n".join(summary.outputs))
     if summary.bad_lines:
-        say(f"{summary.bad_lines:,} bad lines were left out; they are listed in {options.output_prefix}.bad.jsonl")
+        say(f"{_left_out(summary.bad_lines)}; see {options.output_prefix}.bad.jsonl")
         sys.exit(BAD_LINES_EXIT_CODE)
 
 
@@ -177,5 +177,11 @@ def train_tokenizer(options: TokenizerTrainOptions) -> None:
     else:
         print(*paths, sep="\n")
     if texts.bad_lines:
-        say(f"{texts.bad_lines:,} bad lines were left out")
+        say(_left_out(texts.bad_lines))
         sys.exit(BAD_LINES_EXIT_CODE)
+
+
+def _left_out(bad_lines: int) -> str:
+    from holdfast.progress import count_of
+
+    return f"{count_of(bad_lines, 'bad line')} {'was' if bad_lines == 1 else 'were'} left out"

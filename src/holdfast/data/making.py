@@ -5,7 +5,7 @@ gets its final name. Every step leaves a state on disk from which the next call 
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import orjson
 
+from holdfast.data.changed_input import cuts, keep_unchanged
 from holdfast.data.crew import Crew
+from holdfast.data.history import History
 from holdfast.data.indexed import dtype_for_vocabulary, pair_paths, publish_pairs
 from holdfast.data.plan import Share, identity, lines_before, plan, unit_bytes
 from holdfast.data.provenance import (
@@ -79,25 +81,42 @@ class Request:
             "share": asdict(self.share) if self.share else None,
         }
 
+    def work(self) -> dict[str, Any]:
+        """What an unfinished run must have in common with this one to be continued; bad lines may be treated otherwise."""
+        settings = self.settings()
+        del settings["on_bad_line"], settings["sources"]
+        return {**settings, "cuts": cuts(self.files)}
+
+    def keep_unchanged(self, history: History, before: Mapping[str, Any], now: Mapping[str, Any]) -> History:
+        """What stays valid of an unfinished run whose input has changed since."""
+        if self.share and history.last_file >= 0:
+            say("the input has changed, and with it where partitions begin and end: this one starts over")
+            return History()
+        return keep_unchanged(history, before, now, self.files, now["unit_bytes"])
+
 
 def run(request: Request, crew: Crew) -> Summary:
     settings = request.settings()
     inputs = [file.path for file in request.files]
     record = provenance_path(request.prefix, inputs)
-    complete = finished_before(record, settings)
+    # Nothing is known of what came from standard input before.
+    complete = finished_before(record, settings) if "-" not in inputs else None
     if complete is not None and not request.overwrite:
         return complete
     finals = [path for output in request.outputs for path in pair_paths(output)]
     _check_room(request)
     workspace = Workspace(
         Path(request.prefix + ".preprocessing"),
-        settings,
+        request.work(),
         len(request.keys),
         request.dtype.itemsize,
-        overwrite=request.overwrite or "-" in inputs,
+        overwrite=request.overwrite,
+        keep_unchanged=request.keep_unchanged,
     )
     finished = False
     try:
+        if request.on_bad_line == "fail":
+            _refuse_skipped_lines(workspace)
         if not request.overwrite and not workspace.state.complete:
             refuse_to_replace(finals)
         memory, engine = _tokenize(request, workspace, crew)
@@ -107,7 +126,14 @@ def run(request: Request, crew: Crew) -> Summary:
     except OSError as error:
         raise explain_os_error(error, workspace.folder / "parts") from error
     finally:
-        workspace.close(remove=finished)
+        workspace.close(remove=finished or workspace.is_empty)
+
+
+def _refuse_skipped_lines(workspace: Workspace) -> None:
+    """An earlier call skipped bad lines and this one must not."""
+    if workspace.state.bad:
+        with (workspace.folder / "bad.jsonl").open("rb") as file:
+            raise bad_line_error(**orjson.loads(file.readline()))
 
 
 def _check_room(request: Request) -> None:
@@ -143,7 +169,7 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
     )
 
     def wanted() -> Iterator[tuple[int, Unit]]:
-        for number, unit in enumerate(plan(request.files, request.share)):
+        for number, unit in enumerate(plan(request.files, request.share, workspace.unit_bytes)):
             if workspace.wants(number):
                 yield number, unit
 
@@ -185,7 +211,7 @@ def _append_ready(request: Request, workspace: Workspace) -> list[Part]:
         lines = _bad_lines(request, workspace, part) if part.bad else []
         if lines and request.on_bad_line == "fail":
             first = lines[0]
-            raise bad_line_error(first["file"], first["line"], first["offset"], first["reason"])
+            raise bad_line_error(**first)
         workspace.append(part, b"".join(orjson.dumps(line) + b"\n" for line in lines))
         appended.append(part)
     return appended
@@ -208,7 +234,7 @@ def _bad_lines(request: Request, workspace: Workspace, part: Part) -> list[dict[
 def _publish(
     request: Request, settings: dict[str, Any], workspace: Workspace, record: Path, memory: int, engine: str
 ) -> Summary:
-    """Final names for everything, the indices last."""
+    """Final names for everything: the indices after the tokens, and the record that says so last."""
     state = workspace.state
     pairs = workspace.finish(request.dtype)
     tokens = sum(key.bytes for key in state.keys) // request.dtype.itemsize
@@ -249,12 +275,14 @@ def _publish(
         "workers": request.workers,
     }
     bad = Path(request.prefix + ".bad.jsonl")
+    # The record of an older dataset goes before its files do, and the new one comes when all files have their names.
+    record.unlink(missing_ok=True)
     if state.bad:
         publish_bytes(bad, (workspace.folder / "bad.jsonl").read_bytes())
     else:
         bad.unlink(missing_ok=True)
-    publish_bytes(record, describe(summary, settings, details))
     publish_pairs([(*pair, output) for pair, output in zip(pairs, request.outputs, strict=True)])
+    publish_bytes(record, describe(summary, settings, details))
     return summary
 
 

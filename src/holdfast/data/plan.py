@@ -36,9 +36,9 @@ def unit_bytes(files: Sequence[InputFile]) -> int:
     return min(max(total // 64, SMALLEST_UNIT), LARGEST_UNIT)
 
 
-def plan(files: Sequence[InputFile], share: Share | None = None) -> Iterator[Unit]:
-    """The units of the share, in the order of the input."""
-    size = unit_bytes(files)
+def plan(files: Sequence[InputFile], share: Share | None = None, size: int | None = None) -> Iterator[Unit]:
+    """The units of the share, in the order of the input; `size` is that of a run that began with other units."""
+    size = size or unit_bytes(files)
     total = sum(file.size for file in files)
     before = 0
     for file in files:

@@ -87,7 +87,9 @@ def describe(summary: Summary, settings: Mapping[str, Any], details: Mapping[str
 def finished_before(path: Path, settings: Mapping[str, Any]) -> Summary | None:
     """The summary of an earlier run that made the same, and whose files are all there with their sizes."""
     content = read_provenance(path)
-    if content is None or content.get("settings") != orjson.loads(orjson.dumps(dict(settings))):
+    if content is None or _result_settings(content.get("settings", {})) != _result_settings(settings):
+        return None
+    if content["summary"]["bad_lines"] and settings["on_bad_line"] == "fail":
         return None
     for output in content["outputs"]:
         for ending in ("bin", "idx"):
@@ -96,6 +98,12 @@ def finished_before(path: Path, settings: Mapping[str, Any]) -> Summary | None:
                 return None
     summary = {**content["summary"], "outputs": tuple(content["summary"]["outputs"]), "already_complete": True}
     return Summary(**summary)
+
+
+def _result_settings(settings: Mapping[str, Any]) -> Any:
+    """The settings without those that do not change the result: without bad lines it does not matter how they are treated."""
+    kept = {name: value for name, value in settings.items() if name not in ("on_bad_line", "unit_bytes")}
+    return orjson.loads(orjson.dumps(kept))
 
 
 def refuse_to_replace(paths: Sequence[Path]) -> None:

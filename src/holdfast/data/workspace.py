@@ -10,168 +10,154 @@ The invariant: after a kill at any instant, the last state in the journal, with 
 prefix of the result. After a power cut the same holds for the last state that was synced.
 """
 
+import contextlib
 import fcntl
-import functools
 import os
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
-import xxhash
 
 from holdfast.data.append import append_file, begin_to_sync, write_all
+from holdfast.data.changed_input import same_names
+from holdfast.data.history import History, KeyState, State, boot_id, chained, read_history
 from holdfast.data.indexed import IndexPart, write_index
 from holdfast.data.worker import Part, part_path
 from holdfast.errors import HoldfastError
-from holdfast.journal import Journal, read_journal
+from holdfast.journal import Journal
 from holdfast.publish import explain_os_error, publish_bytes
+from holdfast.system.leases import PREFIX as LEASE_PREFIX
+from holdfast.system.leases import HeldLease, claim, newest_lease
 
 SYNC_SECONDS = 30.0
 STRETCH_BYTES = 32 << 20
+LOCK, SETTINGS, JOURNAL = "lock", "settings.json", "journal.jsonl"
+LOCK_ATTEMPTS = 10
 
-
-@dataclass
-class KeyState:
-    """How far the files of one key have grown."""
-
-    bytes: int = 0
-    sequences: int = 0
-    documents: int = 0
-
-
-@dataclass
-class State:
-    """Where the run stands, after the units before `next_unit`."""
-
-    next_unit: int = 0
-    keys: list[KeyState] = field(default_factory=list)
-    file: int = -1
-    line: int = 0
-    offset: int = 0
-    """Lines and bytes of the current file that are behind us."""
-    lines: int = 0
-    size: int = 0
-    bad: int = 0
-    bad_bytes: int = 0
-    digest: str = ""
-    """Digest of the current file's units' digests."""
-    seconds: float = 0.0
-    complete: bool = False
-    boot: str = ""
-    synced: bool = False
-
-    @property
-    def documents(self) -> int:
-        return self.keys[0].documents
-
-
-@functools.cache
-def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"
+KeepUnchanged = Callable[[History, Mapping[str, Any], Mapping[str, Any]], History]
+"""What stays valid of a history made with the first settings, under the second ones, whose input files have other content."""
 
 
 class Workspace:
     """Opened by one process at a time; a second one is refused."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], keys: int, itemsize: int, *, overwrite: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        keys: int,
+        itemsize: int,
+        *,
+        overwrite: bool,
+        keep_unchanged: KeepUnchanged,
+    ) -> None:
         self._started = self._last_sync = time.monotonic()
         self.folder, self._itemsize = folder, itemsize
         self.parts = folder / "parts"
+        self._lock = -1
+        self._lease: HeldLease | None = None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise explain_os_error(error, folder) from error
-        self._take_lock()
-        try:
-            resumed = self._same_settings(settings, overwrite)
+            self._take_lock()
+            history = self._continue(orjson.loads(orjson.dumps(dict(settings))), overwrite, keep_unchanged)
             self.parts.mkdir(exist_ok=True)
-            self.state = State(keys=[KeyState() for _ in range(keys)])
-            self.waiting: dict[int, Part] = {}
-            self.digests: dict[int, str] = {}
-            if resumed:
-                self._resume()
-            else:
-                publish_bytes(folder / "settings.json", orjson.dumps(dict(settings), option=orjson.OPT_INDENT_2))
-            self._journal = Journal(folder / "journal.jsonl")
+            self.state = history.states[-1] if history.states else State(keys=[KeyState() for _ in range(keys)])
+            self.waiting = {number: part for number, part in history.parts.items() if self._is_whole(part)}
+            self.digests = history.digests
+            self._journal = Journal(folder / JOURNAL)
             self._open()
         except OSError as error:
-            os.close(self._lock)
+            self._unlock()
             raise explain_os_error(error, folder) from error
         except BaseException:
-            os.close(self._lock)
+            self._unlock()
             raise
 
     def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A run that has just finished removed the folder with the lock we hold: it is nobody's then.
-            if os.stat(self.folder / "lock").st_ino == os.fstat(self._lock).st_ino:
-                return
-        except OSError:
-            pass
-        os.close(self._lock)
-        raise HoldfastError(f"another process is preprocessing to this prefix right now ({self.folder} is locked)")
+        for _ in range(LOCK_ATTEMPTS):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise HoldfastError(
+                    f"another process is preprocessing to this prefix right now ({self.folder} is locked)"
+                ) from None
+            except OSError:
+                # A file system without flock, for example Lustre mounted without it (ENOSYS), or NFS without a lock server.
+                self._take_lease()
+            with contextlib.suppress(FileNotFoundError):
+                # A run that has just finished removed the folder with the lock we hold; then nothing excludes us from others.
+                if os.stat(self.folder / LOCK).st_ino == os.fstat(self._lock).st_ino:
+                    return
+            self._unlock()
+        raise HoldfastError(
+            f"cannot lock {self.folder}: other processes keep removing it; call again when they are done"
+        )
 
-    def _same_settings(self, settings: Mapping[str, Any], overwrite: bool) -> bool:
-        """True when an earlier run wanted the same; what another run left is removed only on request."""
-        path = self.folder / "settings.json"
-        if not path.exists():
-            self._clear()
-            return False
-        try:
-            before = orjson.loads(path.read_bytes())
-        except orjson.JSONDecodeError:
-            before = {}
-        wanted = orjson.loads(orjson.dumps(dict(settings)))
-        if before == wanted:
-            return True
-        if not overwrite:
-            changed = sorted(name for name in {*before, *wanted} if before.get(name) != wanted.get(name))
+    def _take_lease(self) -> None:
+        newest = newest_lease(self.folder)
+        free = newest is None or newest.holder_writes_no_more()
+        self._lease = claim(self.folder, newest, None, None) if free else None
+        if self._lease is None:
+            holder = newest or newest_lease(self.folder)
+            raise HoldfastError(
+                f"{holder.describe() if holder else 'another process'} is preprocessing to this prefix; "
+                f"this file system has no flock, so if that process is gone, remove {self.folder}/.lease-*"
+            )
+
+    def _unlock(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _continue(self, wanted: dict[str, Any], overwrite: bool, keep_unchanged: KeepUnchanged) -> History:
+        """What an earlier run has done of the same work; what was left of another work is removed only on request."""
+        before, history = self._settings_before(), read_history(self.folder / JOURNAL)
+        changed = sorted(name for name in {*before, *wanted} - {"unit_bytes"} if before.get(name) != wanted.get(name))
+        if any(file["path"] == "-" for file in wanted["inputs"]):
+            changed, overwrite = ["inputs"], True  # standard input cannot be read again
+        complete = bool(history.states) and history.states[-1].complete
+        if not changed or (
+            not overwrite and not complete and {*changed} <= {"inputs", "cuts"} and same_names(before, wanted)
+        ):
+            # The units are those of the run that began the work; any size gives the same dataset.
+            wanted["unit_bytes"] = before["unit_bytes"]
+        elif history.states and not overwrite:
             raise HoldfastError(
                 f"{self.folder} holds an unfinished run with other settings ({', '.join(changed)} differ); "
                 "repeat that run to finish it, or start over with --overwrite"
             )
-        self._clear()
-        return False
+        else:
+            self._clear()
+            history = History()
+        if changed:
+            history = keep_unchanged(history, before, wanted)
+            # What is kept is true of both inputs: a kill between the two writes does no harm.
+            publish_bytes(self.folder / JOURNAL, history.as_journal())
+            publish_bytes(self.folder / SETTINGS, orjson.dumps(wanted, option=orjson.OPT_INDENT_2))
+        self.unit_bytes: int = wanted["unit_bytes"]
+        return history
+
+    def _settings_before(self) -> dict[str, Any]:
+        try:
+            content = orjson.loads((self.folder / SETTINGS).read_bytes())
+        except (FileNotFoundError, orjson.JSONDecodeError):
+            return {}
+        return content if isinstance(content, dict) else {}
 
     def _clear(self) -> None:
         for entry in self.folder.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
-            elif entry.name != "lock":
+            elif entry.name != LOCK and not entry.name.startswith(LEASE_PREFIX):
                 entry.unlink()
-
-    def _resume(self) -> None:
-        rebooted = False
-        parts: dict[int, Part] = {}
-        for record in read_journal(self.folder / "journal.jsonl"):
-            if "part" in record:
-                part = Part(**record["part"])
-                part.bad = [(line, offset, reason) for line, offset, reason in part.bad]
-                parts[part.unit] = part
-            elif "digest" in record:
-                self.digests[record["file"]] = record["digest"]
-            elif "state" in record:
-                state = State(**record["state"])
-                state.keys = [KeyState(**key) for key in record["state"]["keys"]]
-                rebooted = rebooted or state.boot != boot_id()
-                if not rebooted or state.synced:
-                    self.state = state
-        if not rebooted:
-            self.waiting = {
-                number: part
-                for number, part in parts.items()
-                if number >= self.state.next_unit and self._is_whole(part)
-            }
 
     def _is_whole(self, part: Part) -> bool:
         for key, (tokens, sequences) in enumerate(zip(part.tokens, part.sequences, strict=True)):
@@ -243,7 +229,7 @@ class Workspace:
         state.line, state.offset = state.line + part.lines, state.offset + part.size
         state.lines, state.size = state.lines + part.lines, state.size + part.size
         if part.digest:
-            state.digest = xxhash.xxh3_128_hexdigest((state.digest + part.digest).encode())
+            state.digest = chained(state.digest, part.digest)
         state.next_unit = part.unit + 1
         self._note()
         for key in range(len(self._files)):
@@ -283,6 +269,11 @@ class Workspace:
         self._note()
         return pairs
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been done that a later run could go on from."""
+        return not self.state.next_unit and not self.waiting.keys() - {0}
+
     def close(self, *, remove: bool = False) -> None:
         for descriptor in (*(one for files in self._files for one in files), self._bad):
             if descriptor >= 0:
@@ -290,7 +281,7 @@ class Workspace:
         self._journal.close()
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+        self._unlock()
 
 
 def _mapped(path: Path, dtype: str, count: int) -> Any:

@@ -12,7 +12,7 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -139,7 +139,8 @@ def hold_lock(folder: Path, held: ExitStack) -> None:
     path = lock_file(folder)
     file = held.enter_context(path.open("w"))
     held.callback(path.unlink, missing_ok=True)
-    fcntl.flock(file, fcntl.LOCK_EX)
+    with suppress(OSError):  # a file system without flock; the other nodes find that no lock excludes them
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def lock_is_seen(folder: Path) -> bool:
@@ -153,4 +154,6 @@ def lock_is_seen(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:
+            pass
         return False

@@ -152,6 +152,11 @@ def lock_keeper(place: Place, create: bool = True) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
+    except OSError as error:
+        os.close(descriptor)
+        raise HoldfastError(
+            f"cannot lock {place.path}: {error.strerror}; snapshots need a folder with flock, such as {MEMORY}"
+        ) from error
     return descriptor
 
 

@@ -66,11 +66,11 @@ class BadLine:
     reason: str
 
 
-def bad_line_error(path: str, line: int, offset: int, reason: str) -> HoldfastError:
-    """What is said of a line of the file, counted from 1, where such lines end the run."""
+def bad_line_error(file: str, line: int, offset: int, reason: str) -> HoldfastError:
+    """The error for a bad line, counted from 1, where such lines end the run."""
     return HoldfastError(
-        f"{path}:{line}: bad line at byte {offset}: {reason}; "
-        "mend it, or pass --on-bad-line skip to leave such lines out"
+        f"{file}:{line}: bad line at byte {offset}: {reason}; "
+        "fix it, or pass --on-bad-line skip to leave such lines out; what is done is kept"
     )
 
 
