@@ -16,6 +16,7 @@ from holdfast.errors import HoldfastError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 MERGE = re.compile(r"^(?!#version)[^ \n]* [^ \n]*$", re.MULTILINE)
+SPECIAL_NAMES = ("special_tokens_map.json", "tokenizer_config.json")
 TYPES: tuple[str, ...] = get_args(TokenizerType)
 
 
@@ -33,6 +34,8 @@ class Recipe:
     sep: int | None = None
     mask: int | None = None
     pad: int | None = None
+    bos: int | None = None
+    """Begin of a text; GPT-2 has one token for begin and end."""
     special_tokens: bool = False
     """Add what the tokenizer.json's post-processor adds around a text (BOS, [CLS] ... [SEP])."""
     digest: str = ""
@@ -51,20 +54,14 @@ def read_recipe(
     *,
     special_tokens: bool = True,
 ) -> Recipe:
+    files = {
+        key: path for key, (_, path) in source_files(tokenizer_type, vocab_file, merge_file, tokenizer_model).items()
+    }
     if tokenizer_type == "GPT2BPETokenizer":
-        vocabulary = needed_file(vocab_file, "--vocab-file", tokenizer_type)
-        # A catalog name stands for both files.
-        merges = vocab_file if merge_file is None and not Path(str(vocab_file)).exists() else merge_file
-        return _gpt2(vocabulary, needed_file(merges, "--merge-file", tokenizer_type))
+        return _gpt2(files["vocab_file"], files["merge_file"])
     if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-        return _bert(needed_file(vocab_file, "--vocab-file", tokenizer_type), tokenizer_type)
-    if tokenizer_type not in TYPES:
-        import difflib
-
-        near = difflib.get_close_matches(tokenizer_type, TYPES, n=1, cutoff=0.4)
-        hint = f"; perhaps you meant {near[0]}" if near else ""
-        raise UsageError(f"there is no tokenizer type '{tokenizer_type}'{hint} (known: {', '.join(TYPES)})")
-    model = needed_file(tokenizer_model, "--tokenizer-model", tokenizer_type)
+        return _bert(files["vocab_file"], tokenizer_type)
+    model = files["tokenizer_model"]
     if tokenizer_type == "HuggingFaceTokenizer":
         return _hugging_face(model, special_tokens)
     if tokenizer_type == "TikTokenizer":
@@ -76,6 +73,45 @@ def read_recipe(
             tokenizer_type, "tiktoken", str(model), tiktoken.vocab_size, tiktoken.eod, digest=_digest(content)
         )
     return _sentencepiece(model, tokenizer_type)
+
+
+def source_files(
+    tokenizer_type: str,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    tokenizer_model: str | Path | None = None,
+) -> dict[str, tuple[str, Path]]:
+    """The files that decide the ids: flag → (usual file name, path). Catalog names and URLs are fetched.
+
+    Files beside a tokenizer.json that name its special tokens have their own names as keys.
+    """
+    if tokenizer_type == "GPT2BPETokenizer":
+        vocabulary = needed_file(vocab_file, "--vocab-file", tokenizer_type)
+        # A catalog name stands for both files.
+        merges = vocab_file if merge_file is None and not Path(str(vocab_file)).exists() else merge_file
+        return {
+            "vocab_file": ("vocab.json", vocabulary),
+            "merge_file": ("merges.txt", needed_file(merges, "--merge-file", tokenizer_type)),
+        }
+    if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        return {"vocab_file": ("vocab.txt", needed_file(vocab_file, "--vocab-file", tokenizer_type))}
+    if tokenizer_type not in TYPES:
+        import difflib
+
+        near = difflib.get_close_matches(tokenizer_type, TYPES, n=1, cutoff=0.4)
+        hint = f"; perhaps you meant {near[0]}" if near else ""
+        raise UsageError(f"there is no tokenizer type '{tokenizer_type}'{hint} (known: {', '.join(TYPES)})")
+    model = needed_file(tokenizer_model, "--tokenizer-model", tokenizer_type)
+    if tokenizer_type != "HuggingFaceTokenizer":
+        # The name of a tiktoken file says how it splits text.
+        return {"tokenizer_model": (model.name if tokenizer_type == "TikTokenizer" else "tokenizer.model", model)}
+    model = model / "tokenizer.json" if model.is_dir() else model
+    if not model.is_file():
+        raise HoldfastError(
+            f"{model.parent} holds no {model.name}; --tokenizer-model takes a tokenizer.json or its folder"
+        )
+    beside = {name: (name, model.parent / name) for name in SPECIAL_NAMES if (model.parent / name).is_file()}
+    return {"tokenizer_model": ("tokenizer.json", model), **beside}
 
 
 def needed_file(path: str | Path | None, flag: str, tokenizer_type: str) -> Path:
@@ -153,7 +189,9 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> Recipe:
     }
     size = max(max(vocabulary.values()), eod) + 1
     text = orjson.dumps(definition).decode()
-    return Recipe("GPT2BPETokenizer", "json", text, size, eod, pad=eod, digest=_digest(vocabulary_bytes, merges_bytes))
+    return Recipe(
+        "GPT2BPETokenizer", "json", text, size, eod, pad=eod, bos=eod, digest=_digest(vocabulary_bytes, merges_bytes)
+    )
 
 
 def _bert(vocab_file: Path, tokenizer_type: str) -> Recipe:
@@ -205,11 +243,8 @@ def _bert(vocab_file: Path, tokenizer_type: str) -> Recipe:
     )
 
 
-def _hugging_face(model: Path, special_tokens: bool) -> Recipe:
-    """A tokenizer.json, or the folder that holds it beside tokenizer_config.json, which names the end of a text."""
-    file = model / "tokenizer.json" if model.is_dir() else model
-    if not file.is_file():
-        raise HoldfastError(f"{model} holds no tokenizer.json; --tokenizer-model wants that file or its folder")
+def _hugging_face(file: Path, special_tokens: bool) -> Recipe:
+    """A tokenizer.json, with tokenizer_config.json beside it, which names the begin and the end of a text."""
     content = _read(file)
     definition = _json(file, content)
     vocabulary, added = _vocabulary_of(file, definition)
@@ -218,7 +253,8 @@ def _hugging_face(model: Path, special_tokens: bool) -> Recipe:
         (name for name in (END_OF_TEXT, "</s>") if name in vocabulary or name in added), None
     )
     ids = {**vocabulary, **added}
-    found = {name: ids.get(names.get(f"{name}_token", "")) for name in ("cls", "sep", "mask", "pad")}
+    names.setdefault("bos_token", {END_OF_TEXT: END_OF_TEXT, "</s>": "<s>"}.get(eos or "", ""))
+    found = {name: ids.get(names.get(f"{name}_token", "")) for name in ("cls", "sep", "mask", "pad", "bos")}
     eod = ids.get(eos) if eos else found["sep"]
     size = len({*vocabulary.values(), *added.values()})
     digest = _digest(content, str(special_tokens).encode(), str(eod).encode())
@@ -240,7 +276,7 @@ def _vocabulary_of(file: Path, definition: Any) -> tuple[dict[str, int], dict[st
 def _special_names(folder: Path) -> dict[str, str]:
     """The special tokens that tokenizer_config.json or special_tokens_map.json name, as strings."""
     names: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in SPECIAL_NAMES:
         path = folder / name
         config = _json(path, path.read_bytes()) if path.is_file() else {}
         for key, value in config.items() if isinstance(config, dict) else ():
@@ -255,7 +291,7 @@ def _sentencepiece(model: Path, tokenizer_type: str) -> Recipe:
 
     content = _read(model)
     processor = load_sentencepiece(str(model))
-    ids = [processor.eos_id(), processor.pad_id()]
-    eos, pad = (None if number < 0 else number for number in ids)
+    ids = [processor.eos_id(), processor.pad_id(), processor.bos_id()]
+    eos, pad, bos = (None if number < 0 else number for number in ids)
     size = processor.get_piece_size()
-    return Recipe(tokenizer_type, "sentencepiece", str(model), size, eos, pad=pad, digest=_digest(content))
+    return Recipe(tokenizer_type, "sentencepiece", str(model), size, eos, pad=pad, bos=bos, digest=_digest(content))
