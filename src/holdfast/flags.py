@@ -44,6 +44,11 @@ def short(flag: str) -> dict[str, Any]:
     return {"short": flag}
 
 
+def derived() -> dict[str, Any]:
+    """Metadata of a field that is no flag: only `defaults` of its class sets it."""
+    return {"derived": True}
+
+
 @dataclass(frozen=True)
 class Flag:
     """One field of an options dataclass as the command line sees it. `default` is MISSING where a value is required."""
@@ -126,6 +131,8 @@ def flags_of(options: type, heading: str = "flags") -> list[Flag]:
     found: list[Flag] = []
     for one in fields(options):
         kind = hints[one.name]
+        if "derived" in one.metadata:
+            continue
         if is_dataclass(kind):
             found += flags_of(kind, f"[{one.name}]")  # type: ignore[arg-type]
             continue

@@ -34,6 +34,7 @@ from holdfast.conversion.stream import Plan, PlannedFile
 from holdfast.conversion.tensors import Piece, Tensor, bits_type
 from holdfast.conversion.zips import map_file
 from holdfast.errors import HoldfastError
+from holdfast.tokenizers.folder import KEYS, read_folder
 
 
 def is_holdfast(path: Path) -> bool:
@@ -71,7 +72,7 @@ def read_holdfast(path: Path) -> Model:
             "optimizer": moments > 0,
         },
         regions=[checkpoint],
-        tokenizer=_tokenizer(config.data),
+        tokenizer=_tokenizer(path, checkpoint, config.data),
     )
 
 
@@ -85,7 +86,7 @@ def _config_of(path: Path, checkpoint: Checkpoint) -> Config:
             if isinstance(table, Mapping)
         }
         return config_from_tables(known, source=str(checkpoint.path))
-    for folder in (path, checkpoint.path.parent, checkpoint.path.parent.parent):
+    for folder in _run_folders(path, checkpoint):
         if (folder / "config.toml").is_file():
             return read_config(folder / "config.toml")
     raise HoldfastError(
@@ -93,9 +94,17 @@ def _config_of(path: Path, checkpoint: Checkpoint) -> Config:
     )
 
 
-def _tokenizer(data: DataConfig) -> dict[str, str]:
-    keys = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
-    return {key: getattr(data, key) for key in keys if getattr(data, key)}
+def _run_folders(path: Path, checkpoint: Checkpoint) -> tuple[Path, ...]:
+    """Where a file of the run may be: RUN, RUN/checkpoints and RUN/checkpoints/step-... are given as `path`."""
+    return path, checkpoint.path.parent, checkpoint.path.parent.parent
+
+
+def _tokenizer(path: Path, checkpoint: Checkpoint, data: DataConfig) -> dict[str, str]:
+    """The run's own copy; for a run without one the files that its configuration names."""
+    for folder in _run_folders(path, checkpoint):
+        if carried := read_folder(folder / "tokenizer"):
+            return {**carried.names, "digest": carried.recipe.digest}
+    return {key: getattr(data, key) for key in KEYS if getattr(data, key)}
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:

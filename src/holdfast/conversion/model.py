@@ -81,7 +81,7 @@ class Model:
     """For `inspect`."""
     regions: list[Mapped] = field(default_factory=list)
     tokenizer: dict[str, str] = field(default_factory=dict)
-    """tokenizer_type, vocab_file, merge_file, tokenizer_model as far as the source names them."""
+    """tokenizer_type, vocab_file, merge_file, tokenizer_model as far as the source names them; digest, if it carries its own."""
     padding: dict[str, Tensor] = field(default_factory=dict)
     """Rows that Megatron's padding had, from the side file of an earlier conversion."""
 

@@ -67,6 +67,24 @@ def read_provenance(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and content.get("format") == FORMAT else None
 
 
+def tokenizer_of_data(prefix: Path | str) -> dict[str, Any] | None:
+    """What PREFIX.json says of the tokenizer that made a .bin/.idx pair: type, digest_sha256, vocab_size. None if nothing does.
+
+    A record of other files than those that are there now is not believed.
+    """
+    pair = Path(prefix)
+    parts = pair.name.split("_")
+    stems = ["_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+    for name in (f"{stem}{ending}" for stem in stems for ending in (".json", ".provenance.json")):
+        content = read_provenance(pair.with_name(name))
+        for output in content.get("outputs", ()) if content else ():
+            files = [(Path(f"{pair}.{ending}"), output.get(f"{ending}_bytes")) for ending in ("bin", "idx")]
+            if Path(output["prefix"]).name == pair.name and all(file.stat().st_size == size for file, size in files):
+                found = content.get("tokenizer") if content else None
+                return found if isinstance(found, dict) and isinstance(found.get("digest_sha256"), str) else None
+    return None
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     """Of Python and of the packages that make a dataset."""

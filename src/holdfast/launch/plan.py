@@ -12,6 +12,7 @@ from pathlib import Path
 from holdfast.config import Config, read_config
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.parallel.layout import Layout, layout_of
+from holdfast.train.paths import is_weight, with_absolute_paths
 
 TOKENIZER_KEYS = ("vocab_file", "merge_file", "tokenizer_model")
 
@@ -66,8 +67,8 @@ def plan_training(arguments: Sequence[str], nodes: int, gpus_per_node: int | Non
     if not here:
         # Tokenizer and data lie on volumes of the cluster; what can be told without them is told.
         return Plan(config, check_shape(config))
-    config, layout = resolve(config)
-    check_data(config)
+    config, layout = resolve(config, vocab_size_given=options.vocab_size_given)
+    check_data(config, options.force)
     return Plan(config, layout)
 
 
@@ -79,44 +80,8 @@ def check_shape(config: Config) -> Layout:
     return layout
 
 
-def with_absolute_paths(config: Config) -> Config:
-    train, data = config.train, config.data
-    return replace(
-        config,
-        data=replace(
-            data,
-            data_path=tuple(part if is_weight(part) else absolute(part) for part in data.data_path),
-            data_cache_path=data.data_cache_path and absolute(data.data_cache_path),
-            vocab_file=data.vocab_file and existing(data.vocab_file),
-            merge_file=data.merge_file and existing(data.merge_file),
-            tokenizer_model=data.tokenizer_model and existing(data.tokenizer_model),
-        ),
-        train=replace(train, save=train.save and absolute(train.save), load=train.load and absolute(train.load)),
-    )
-
-
-def absolute(path: str) -> str:
-    expanded = os.path.expanduser(os.path.expandvars(path))
-    if "$" in expanded:
-        raise UsageError(f"{path}: a variable in it is not set here (export DATA_PATH=..., for example)")
-    return os.path.abspath(expanded)
-
-
-def existing(name: str) -> str:
-    """A file as absolute path; a name of the catalog or an address as it is."""
-    return absolute(name) if "$" in name or Path(name).expanduser().exists() else name
-
-
 def prefixes_of(data_path: Sequence[str]) -> list[str]:
     return [part for part in data_path if not is_weight(part)]
-
-
-def is_weight(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def snapshot_bytes(plan: Plan) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast import flags
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.launch.plan import absolute, existing
+from holdfast.train.paths import absolute, existing
 
 # `holdfast preprocess` ends with this code when all is done but lines were skipped, as the user allowed.
 SKIPPED_LINES = 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast import flags
-from holdfast.config import Config, config_to_toml, read_config
+from holdfast.config import Config, config_to_toml
 from holdfast.errors import UsageError
 from holdfast.progress import say
 
@@ -35,13 +35,20 @@ class TrainOptions:
     """Print the complete configuration, commented, and start nothing."""
     dry_run: bool = False
     """Describe the layout and its memory, and start nothing."""
+    force: bool = False
+    """Train on data that another tokenizer made."""
     json: bool = False
     """Print the result as JSON when the run ends."""
+    vocab_size_given: bool = field(default=False, metadata=flags.derived())
+    """Whether vocab_size comes from the command line, and not from a file that was made for another tokenizer."""
     config: Config = field(default_factory=Config)
 
     @staticmethod
     def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {"config": read_config(given["file"])} if given.get("file") else {}
+        from holdfast.train.identity import read_run_config
+
+        read = {"config": read_run_config(given["file"])} if given.get("file") else {}
+        return {"vocab_size_given": "vocab_size" in given, **read}
 
 
 def parse(arguments: Sequence[str]) -> TrainOptions:
@@ -56,14 +63,14 @@ def train_command(options: TrainOptions) -> None:
     config = take_slurm(options.config)
     from holdfast.train.preflight import check_data, open_run_folder, resolve
 
-    config, layout = resolve(config)
+    config, layout = resolve(config, vocab_size_given=options.vocab_size_given)
     if options.dry_run:
         from holdfast.train.estimate import describe
 
         print(describe(config, layout))
         return
-    check_data(config)
-    open_run_folder(config)
+    check_data(config, options.force)
+    config = open_run_folder(config)
     from holdfast.train.supervisor import start_ranks
 
     start_ranks(config)
@@ -87,10 +94,13 @@ def worker_main() -> None:
     from holdfast.train.preflight import check_data, open_run_folder, resolve
     from holdfast.train.worker import Refused, run_worker
 
-    config, _ = resolve(parse(sys.argv[1:]).config, int(os.environ.get("WORLD_SIZE", "1")))
-    if os.environ.get("RANK", "0") == "0" and "HOLDFAST_SUPERVISED" not in os.environ:
-        check_data(config)
-        open_run_folder(config)
+    options = parse(sys.argv[1:])
+    supervised = "HOLDFAST_SUPERVISED" in os.environ  # then vocab_size is settled, and the run folder is open
+    given = supervised or options.vocab_size_given
+    config, _ = resolve(options.config, int(os.environ.get("WORLD_SIZE", "1")), given)
+    if os.environ.get("RANK", "0") == "0" and not supervised:
+        check_data(config, options.force)
+        config = open_run_folder(config)
     try:
         run_worker(config)
     except Refused as error:

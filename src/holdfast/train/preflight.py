@@ -3,6 +3,7 @@
 `resolve` fills in what the user left to be derived (vocabulary size, batch size), so that the run's config.toml says it all.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +11,13 @@ from holdfast.assets import fetching
 from holdfast.config import Config, config_to_toml, read_config
 from holdfast.errors import HoldfastError
 from holdfast.parallel.layout import Layout, check_layout, layout_of
+from holdfast.progress import say
 from holdfast.publish import publish_text
-from holdfast.tokenizers import Tokenizer, build_tokenizer
+from holdfast.tokenizers import Tokenizer, build_tokenizer, read_recipe
+from holdfast.tokenizers.folder import FILE_KEYS, describe, recipe_of
+from holdfast.train.identity import adopt_tokenizer, carry_identity, differences, tokenizer_names
+from holdfast.train.paths import with_absolute_paths
 from holdfast.train.schedule import batches_of, schedule_of
-
-# Keys that may differ between two starts of one run: how long, how cut, how reported; not what is computed.
-IDENTITY = {
-    "model": None,  # all of it
-    "data": ("data_path", "split", "seq_length", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"),
-    "train": ("seed",),
-}
 
 
 def tokenizer_of(config: Config) -> Tokenizer | None:
@@ -34,17 +32,17 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     return build_tokenizer(data.tokenizer_type, vocab, merges, model)
 
 
-def resolve(config: Config, world: int | None = None) -> tuple[Config, Layout]:
-    """The complete configuration and its layout, or a HoldfastError that says what cannot work."""
+def resolve(config: Config, world: int | None = None, vocab_size_given: bool = False) -> tuple[Config, Layout]:
+    """The complete configuration and its layout, or a HoldfastError that says what cannot work.
+
+    `vocab_size_given`: the user gave vocab_size on the command line, and not only in a file made for another tokenizer.
+    """
     layout = layout_of(config.parallel, world)
+    config = adopt_tokenizer(config)
     tokenizer = tokenizer_of(config)
     vocab_size = config.model.vocab_size
     if tokenizer is not None:
-        if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-            raise HoldfastError(
-                f"vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; leave it unset"
-            )
-        vocab_size = vocab_size or tokenizer.vocab_size
+        vocab_size = choose_vocab_size(config, tokenizer.vocab_size, vocab_size_given)
     if vocab_size is None:
         raise HoldfastError("give vocab_size, or the tokenizer (vocab_file and merge_file, or tokenizer_model)")
     positions = config.model.max_position_embeddings or config.data.seq_length
@@ -59,6 +57,23 @@ def resolve(config: Config, world: int | None = None) -> tuple[Config, Layout]:
         check_bert(config)
     schedule_of(config, batches_of(config, layout.data))
     return config, layout
+
+
+def choose_vocab_size(config: Config, tokens: int, given: bool) -> int:
+    """The tokenizer's size, unless the user asked for more rows, or the run has them already."""
+    size = config.model.vocab_size
+    if size is None or size == tokens:
+        return tokens
+    if size < tokens:
+        raise HoldfastError(f"vocab_size {size} is smaller than the tokenizer's {tokens}; leave it unset")
+    run = Path(config.train.save, "config.toml") if config.train.save else None
+    if given or (run is not None and run.is_file() and read_config(run).model.vocab_size == size):
+        return size
+    say(
+        f"vocab_size {size:,} of the configuration is not used: the tokenizer has {tokens:,} tokens "
+        f"(--vocab-size {size} keeps it)"
+    )
+    return tokens
 
 
 def check_bert(config: Config) -> None:
@@ -78,8 +93,8 @@ def check_bert(config: Config) -> None:
         raise HoldfastError("; ".join(problems))
 
 
-def check_data(config: Config) -> None:
-    """The dataset is there, and its token ids fit the vocabulary."""
+def check_data(config: Config, force: bool = False) -> None:
+    """The dataset is there, its token ids fit the vocabulary, and the tokenizer made it (`force`: or another one)."""
     from holdfast.data.blend import parse_data_path
     from holdfast.data.gpt_samples import check_token_range
     from holdfast.data.indexed import IndexedDataset
@@ -87,18 +102,57 @@ def check_data(config: Config) -> None:
     assert config.model.vocab_size is not None
     if config.model.model_type == "bert" and tokenizer_of(config) is None:
         raise HoldfastError("BERT masks tokens while it trains and needs the tokenizer: give vocab_file")
-    for prefix in parse_data_path(config.data.data_path).prefixes:
+    prefixes = parse_data_path(config.data.data_path).prefixes
+    if names := tokenizer_names(config.data):
+        check_tokenizer(prefixes, names, warn=force or continues_run(config))
+    for prefix in prefixes:
         check_token_range(IndexedDataset(prefix), config.model.vocab_size)
 
 
-def open_run_folder(config: Config) -> None:
-    """Writes config.toml, unless the folder belongs to another run: then nothing is touched."""
+def check_tokenizer(prefixes: Sequence[str], names: Mapping[str, str], warn: bool) -> None:
+    """Refuses data that another tokenizer made, as far as a PREFIX.json beside the data says what made it."""
+    from holdfast.data.provenance import tokenizer_of_data
+
+    recipe = recipe_of(names)
+    accepted = {recipe.digest}
+    if recipe.tokenizer_type == "HuggingFaceTokenizer":  # the same ids, with or without special tokens around a text
+        accepted.add(
+            read_recipe(recipe.tokenizer_type, None, None, names["tokenizer_model"], special_tokens=False).digest
+        )
+    for prefix in prefixes:
+        made_with = tokenizer_of_data(prefix)
+        if made_with is None or made_with["digest_sha256"] in accepted:
+            continue
+        file = next(names[key] for key in FILE_KEYS if key in names)
+        problem = (
+            f"{prefix} was made with {made_with['type']} of {made_with['vocab_size']:,} tokens (digest "
+            f"{made_with['digest_sha256'][:12]}), but the tokenizer of this run is {describe(recipe)} in {file}"
+        )
+        if not warn:
+            raise HoldfastError(
+                f"{problem}; give the tokenizer that the data was made with, or --force to train anyway"
+            )
+        say(f"warning: {problem}")
+
+
+def continues_run(config: Config) -> bool:
+    """Whether the run folder holds this very run already."""
+    folder = Path(config.train.save) if config.train.save else None
+    if folder is None or not (folder / "config.toml").is_file():
+        return False
+    return not differences(folder, read_config(folder / "config.toml"), config)
+
+
+def open_run_folder(config: Config) -> Config:
+    """Writes config.toml, unless the folder belongs to another run: then nothing is touched.
+
+    Gives the configuration that the ranks use: it names the run's own copy of the tokenizer."""
     if config.train.save is None:
-        return
+        return config
     folder = Path(config.train.save)
     existing = folder / "config.toml"
     if existing.exists():
-        differing = _differences(read_config(existing), config)
+        differing = differences(folder, read_config(existing), config)
         if differing:
             raise HoldfastError(
                 f"{folder} holds another run: {'; '.join(differing)}. Choose another --save folder, or --load {folder} "
@@ -106,19 +160,11 @@ def open_run_folder(config: Config) -> None:
             )
     elif folder.exists() and any(folder.iterdir()) and not _only_traces(folder):
         raise HoldfastError(f"{folder} is not empty and not a run (no config.toml); choose another --save folder")
-    publish_text(existing, config_to_toml(config))
+    config = carry_identity(folder.absolute(), config)
+    publish_text(existing, config_to_toml(with_absolute_paths(config)))
+    return config
 
 
 def _only_traces(folder: Path) -> bool:
     """Logs and job files that a launcher put there first."""
     return all(entry.suffix in (".log", ".out", ".sbatch", ".json", ".yaml", ".tmp") for entry in folder.iterdir())
-
-
-def _differences(old: Config, new: Config) -> list[str]:
-    found = []
-    for section, keys in IDENTITY.items():
-        before, after = getattr(old, section), getattr(new, section)
-        for key in keys or vars(before):
-            if getattr(before, key) != getattr(after, key):
-                found.append(f"{key} was {getattr(before, key)!r} and is {getattr(after, key)!r}")
-    return found
