@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # Most tests wait for processes, so there are more workers than cores.
-PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder --max-worker-restart 2
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 2
 
 .PHONY: demo test test-all check format clean
 

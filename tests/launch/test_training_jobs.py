@@ -232,6 +232,7 @@ def test_the_real_time_limit_requeues_the_run(lab: Lab, shared: Path, inputs: tu
     assert resumed_from(run), log(run)
 
 
+@pytest.mark.slow
 def test_lost_nodes_change_nothing(lab: Lab, shared: Path, inputs: tuple[Path, Path], undisturbed: Path) -> None:
     if not lab.has_namespaces:
         pytest.skip("virtual nodes share one machine here (not root): none can be lost alone")

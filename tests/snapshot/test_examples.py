@@ -52,6 +52,7 @@ def test_the_nanogpt_script_killed_ends_as_the_undisturbed_one(tmp_path, memory)
     wait_for(lambda: nothing_left(memory), "the memory to be freed")
 
 
+@pytest.mark.slow
 def test_the_hugging_face_callback_resumes_a_trainer(tmp_path, memory):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot.quarantine import Quarantine
+from tests.grids import mostly_slow
 
 from .harness import Fault, launch, nothing_left, run_to_the_end, wait_for
 
@@ -22,7 +23,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "world", "new_layout", "new_world"), CHANGES)
+@pytest.mark.parametrize(("layout", "world", "new_layout", "new_world"), mostly_slow(CHANGES, CHANGES[2:5:2]))
 def test_memory_serves_another_world(run, oracle, layout, world, new_layout, new_world):
     run.layout, run.world = layout, world
     run.faults = [Fault("kill", rank=-1, step=6, point="committed")]

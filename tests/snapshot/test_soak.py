@@ -37,7 +37,7 @@ def test_nothing_grows_from_step_to_step(run, check):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(2400)
 def test_ten_thousand_steps_with_a_crash_every_twenty(run, check):
     run.steps = 10_000
     run.faults = crashes(10_000, 20, seed=1)

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from holdfast.config import Config, OptimizerConfig, TrainConfig, read_config
 from holdfast.errors import HoldfastError
@@ -19,6 +17,8 @@ BATCH, STEPS = 4, 50
 @pytest.mark.parametrize("warmup", [0, 7])
 @pytest.mark.parametrize("tail", ["linear", "cosine", "exponential"])
 def test_the_learning_rate_is_megatrons(style, warmup, tail):
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
     options = OptimizerConfig(
         lr=3e-3, min_lr=1e-4, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=40, lr_wsd_decay_iters=11,
         lr_wsd_decay_style=tail,
@@ -40,6 +40,8 @@ def test_the_learning_rate_is_megatrons(style, warmup, tail):
 
 
 def test_the_batch_grows_as_megatrons_does():
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
     config = replace(
         Config(), train=TrainConfig(train_samples=500, global_batch_size=32, rampup_batch_size=(8, 8, 100))
     )
