@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -52,12 +51,15 @@ def _end_hard(status: int) -> None:
     os._exit(status)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Parallel workers take one file at a time, so that its module fixtures are made once, and one worker takes all tests of the
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A parallel worker takes one file at a time, so that module fixtures are made once; one worker takes all tests of the
     Slurm cluster. Those wait most, so they come first."""
-    yield
     for item in items:
-        slurm = "cluster" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("slurm" if slurm else item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: "cluster" not in getattr(item, "fixturenames", ()))
+        file = f"{item.path.parent.name}.{item.path.stem}"
+        item.add_marker(pytest.mark.xdist_group("slurm" if _needs_slurm(item) else file))
+    items.sort(key=lambda item: not _needs_slurm(item))
+
+
+def _needs_slurm(item: pytest.Item) -> bool:
+    return "cluster" in getattr(item, "fixturenames", ())

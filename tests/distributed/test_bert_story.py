@@ -18,7 +18,8 @@ from holdfast.journal import read_journal
 from tests.corpus import write_sentences
 from tests.distributed.test_kill import assert_same_state, final_state, ranks_of, wait_for_step
 
-pytestmark = pytest.mark.distributed
+# Seven starts of up to four ranks, each of which imports torch.
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PRESET = Path(__file__).parents[2] / "configs" / "bert_tiny.toml"
 STEPS = 20

@@ -14,6 +14,7 @@ import pytest
 from holdfast.checkpoint import open_checkpoint
 from holdfast.journal import read_journal
 from tests.corpus import VOCABULARY, write_dataset
+from tests.grids import mostly_slow
 
 pytestmark = pytest.mark.distributed
 
@@ -106,7 +107,10 @@ def test_a_killed_rank_costs_at_most_one_step_and_changes_nothing(prefix, undist
     assert ranks_of(save) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    mostly_slow([(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)], [(signal.SIGINT, 130)]),
+)
 def test_a_signal_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undisturbed, tmp_path, number, code):
     save = tmp_path / "run"
     process = subprocess.Popen(command(prefix, save, 60), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -122,7 +126,7 @@ def test_a_signal_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undi
     assert_same_state(final_state(save), undisturbed)
 
 
-@pytest.mark.parametrize("trigger", ["persist", "error.txt"])
+@pytest.mark.parametrize("trigger", mostly_slow(["persist", "error.txt"], ["error.txt"]))
 def test_a_trigger_file_stops_the_run_once(prefix, undisturbed, tmp_path, trigger):
     save = tmp_path / "run"
     process = subprocess.Popen(command(prefix, save, 60), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -140,6 +144,7 @@ def test_a_trigger_file_stops_the_run_once(prefix, undisturbed, tmp_path, trigge
     assert_same_state(final_state(save), undisturbed)
 
 
+@pytest.mark.slow
 def test_a_run_continues_in_another_layout(prefix, tmp_path):
     """Ten steps on two data-parallel ranks, ten more with tensor parallelism: losses as uninterrupted."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
