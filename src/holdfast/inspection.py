@@ -92,6 +92,7 @@ class InspectOptions:
 
       holdfast inspect corpus_text_document
       holdfast inspect corpus_text_document --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
+      holdfast inspect runs/first
       holdfast inspect first-hf --json
     """
 

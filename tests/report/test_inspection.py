@@ -91,7 +91,7 @@ def test_a_run_that_never_reached_step_1_names_the_cause(tmp_path):
     journal.event("failure", kind="exit", rank=0, cause="OutOfMemoryError: too small", exit_code=1)
     said = text(folder)
     assert "state failed" in said and "rank 0 failed: OutOfMemoryError: too small; the run did not continue" in said
-    assert "correct the cause of the failure first; to continue from step 0" in said
+    assert "correct the cause of the failure to continue from step 0" in said
     assert f"holdfast train {folder}/config.toml" in said
     journal.event("started", world=2)
     journal.event("failure", kind="exit", rank=0, cause="killed by SIGTERM", exit_code=-15)
@@ -148,6 +148,20 @@ def test_a_damaged_file_is_named_and_the_rest_is_described(folder, name, content
     kind, description = inspect_path(folder)
     assert kind == "run" and any(message in problem for problem in description.problems), description.problems
     assert "disk: 1 checkpoint" in "\n".join(description.lines)
+
+
+def test_a_damaged_configuration_is_to_be_repaired_before_the_run_continues(folder):
+    (folder / "config.toml").write_text("[model")
+    Journal(folder / "events.jsonl").event("started", world=2)
+    assert "repair config.toml, which cannot be read to continue from step 200 on disk" in text(folder)
+
+
+def test_a_refusal_counts_until_something_worked(folder):
+    journal = Journal(folder / "events.jsonl")
+    journal.event("refused", reason="No space left on device", tries=1)
+    assert "No space left on device (try 1)" in text(folder)
+    journal.event("persisted", step=200, path="checkpoints/step-00000200", reason="save", bytes=5, seconds=0.1)
+    assert "No space left" not in text(folder)
 
 
 def test_torn_lines_are_noted_and_no_problem(folder):

@@ -110,7 +110,7 @@ def _failed(failures: Sequence[Event], after: Sequence[Event]) -> Entry:
 def _failure(failures: Sequence[Event]) -> tuple[int | None, str]:
     """The step of a failure, if a record has it, and what happened."""
     cause = _cause(failures)
-    rank, reason = cause.get("rank", "?"), one_line(str(cause.get("cause") or ""))
+    rank, reason = cause.get("rank", "?"), one_line(str(cause.get("cause") or "")).rstrip(".")
     same = [event for event in failures if event.get("rank") == rank]
     step = next((found for event in same if (found := whole(event.get("step"))) is not None), None)
     if reason.startswith("killed by "):

@@ -66,7 +66,9 @@ def _state(run: Run, held: dict[str, Any]) -> dict[str, Any]:
         if time.time() - max(file.stat().st_mtime for file in files if file.is_file()) < RECENT_SECONDS:
             running, state = None, "running on another host, or interrupted less than a minute ago"
     failed = last_failure(run.events)
-    refused = run.named("refused")
+    # what was refused and worked later is no news
+    settled = max((event["time"] for event in run.named("started", "resumed", "persisted", "finished")), default=0.0)
+    refused = [event for event in run.named("refused") if event["time"] >= settled]
     return {
         "state": state,
         "running": running,
@@ -157,13 +159,16 @@ def _not_finite(run: Run) -> list[str]:
 
 
 def _next(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """(sentence, command) pairs, the most useful first."""
+    """(sentence, command) pairs in the order to follow; the command is "" where there is none."""
+    advice = []
     sentence, command = resume_advice(facts)
+    if (facts["model"] or {}).get("family") is None and command.endswith("config.toml"):
+        advice.append(("repair config.toml, which cannot be read", ""))
     cause = (facts["last_failure"] or {}).get("cause") or (facts["last_refusal"] or {}).get("reason")
     killed = str(cause).startswith("killed by SIG")  # by a person or a scheduler: there may be nothing to correct
     if facts["state"] in ("failed", "never started") and cause and not killed:
-        sentence = f"correct the cause of the failure first; {sentence}"
-    advice = [(sentence, command)]
+        advice.append(("correct the cause of the failure", ""))
+    advice.append((sentence, command))
     folder = quote(facts["folder"])
     if any(entry["trouble"] is None for entry in facts["checkpoints"]):
         advice.append(("to use the model elsewhere", f"holdfast convert {folder} DESTINATION --to hf"))

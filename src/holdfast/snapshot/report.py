@@ -207,7 +207,14 @@ def disk_lines(facts: dict[str, Any]) -> list[str]:
         health = {True: "checksums match", False: "DAMAGED", None: "complete, checksums not compared"}[
             entry["verified"]
         ]
-        rows.append([f"step {entry['step']:,}", size_text(entry["bytes"]), f"{entry['world'] or '-'}", health])
+        rows.append(
+            [
+                f"step {entry['step']:,}",
+                size_text(entry["bytes"]) if entry["bytes"] else "-",
+                f"{entry['world'] or '-'}",
+                health,
+            ]
+        )
         troubles += [f"  step {entry['step']:,}: {entry['trouble']}"] if entry["trouble"] else []
     count = f"{len(entries)} checkpoint{'s' if len(entries) != 1 else ''}"
     return [f"disk: {count}", *table(["checkpoint", "size", "ranks", "health"], rows), *troubles]
@@ -251,7 +258,10 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]
-    right = [all(row[column].replace(",", "").isdigit() for row in rows) for column in range(len(headings))]
+    right = [
+        all(row[column].replace(",", "").isdigit() or row[column] == "-" for row in rows)
+        for column in range(len(headings))
+    ]
     lines = []
     for row in [headings, *rows]:
         cells = (
