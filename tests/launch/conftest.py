@@ -28,6 +28,8 @@ class Lab:
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
             "LAB": str(folder),
             "PORT": str(port),
+            # A job's number gives its rendezvous port: two clusters on one machine must not count from the same number.
+            "FIRST_JOB": str(random.randrange(1, 50_000)),
             "SLURM_CONF": str(folder / "slurm.conf"),
             "OMP_NUM_THREADS": "1",
         }
@@ -123,9 +125,9 @@ def tail(path: Path, lines: int) -> str:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
+    """The first of `count` unused ports in a row, outside of the ranges of rendezvous ports (20000 and up) and of the kernel."""
     for _ in range(200):
-        first = random.randrange(20000, 32000 - count)
+        first = random.randrange(11000, 20000 - count)
         if all(is_free(first + offset) for offset in range(count)):
             return first
     raise RuntimeError("no free range of ports")

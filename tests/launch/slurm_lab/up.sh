@@ -91,6 +91,7 @@ KillOnBadExit=1
 WaitTime=0
 PropagateResourceLimits=NONE
 MaxArraySize=10001
+FirstJobId=${FIRST_JOB:-1}
 PlugStackConfig=$LAB/plugstack.conf
 SrunPortRange=$((PORT + 20))-$((PORT + 99))
 CONF
