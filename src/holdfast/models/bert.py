@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holdfast.config import ModelConfig
+from holdfast.models.dropout import Dropout, DropoutKeys, Keys
 from holdfast.models.layers import MLP, Embedding, Linear, SelfAttention, TransformerLayer, build_norm
 from holdfast.models.loss import Cut, vocabulary_loss
 
@@ -30,12 +31,20 @@ class PostNormLayer(nn.Module):
         self.post_attention_layernorm = build_norm(config)
         self.mlp = MLP(config)
         self.post_mlp_layernorm = build_norm(config)
-        self.hidden_dropout = nn.Dropout(config.hidden_dropout)
+        self.hidden_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x_BTH: Tensor, rotary: None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTH: Tensor,
+        rotary: None = None,
+        mask: Tensor | None = None,
+        cache: None = None,
+        keys: Keys | None = None,
+    ) -> Tensor:
+        first, second = keys or (None, None)
         attended = self.self_attention(x_BTH, rotary, mask)
-        x_BTH = self.post_attention_layernorm(x_BTH + self.hidden_dropout(attended))
-        out: Tensor = self.post_mlp_layernorm(x_BTH + self.hidden_dropout(self.mlp(x_BTH)))
+        x_BTH = self.post_attention_layernorm(x_BTH + self.hidden_dropout(attended, first))
+        out: Tensor = self.post_mlp_layernorm(x_BTH + self.hidden_dropout(self.mlp(x_BTH), second))
         return out
 
 
@@ -105,6 +114,8 @@ class BERT(nn.Module):
         self.is_first, self.is_last = is_first, is_last
         # Set from outside under tensor parallelism: how the vocabulary, and with sequence parallelism the tokens, are cut.
         self.vocabulary_cut, self.sequence_cut = Cut(), 1
+        # Set from outside where tensor-parallel ranks hold copies of the residual stream: they draw its dropout alike.
+        self.dropout_keys: DropoutKeys | None = None
         tied = not config.untie_embeddings_and_output_weights
         if is_first:
             original = config.bert_variant == "original"
@@ -132,12 +143,16 @@ class BERT(nn.Module):
 
         `padding_BT` is true where there is a token. Without `types_BT` all tokens are of the first type.
         """
+        keys = None
+        if self.dropout_keys is not None and self.training:
+            keys = self.dropout_keys.draw(len(self.encoder.layers))
         if self.is_first:
             positions_BT = torch.arange(x.shape[1], device=x.device)[None]
-            x = self.embedding(x, positions_BT, torch.zeros_like(x) if types_BT is None else types_BT, self.dtype)
+            types_BT = torch.zeros_like(x) if types_BT is None else types_BT
+            x = self.embedding(x, positions_BT, types_BT, self.dtype, keys and keys[-1][0])
         mask = None if padding_BT is None else padding_BT[:, None, None, :]
-        for layer in self.encoder.layers.values():
-            x = layer(x, None, mask)
+        for index, layer in enumerate(self.encoder.layers.values()):
+            x = layer(x, None, mask, None, keys and keys[index])
         if self.is_last and hasattr(self.encoder, "final_layernorm"):
             x = self.encoder.final_layernorm(x)
         return x

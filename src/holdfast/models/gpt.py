@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config import ModelConfig
+from holdfast.models.dropout import DropoutKeys
 from holdfast.models.layers import Embedding, KeyValueCache, Linear, Shape, TransformerLayer, build_norm, rotary_table
 from holdfast.models.loss import Cut, vocabulary_loss
 
@@ -47,6 +48,8 @@ class GPT(nn.Module):
         self.is_first, self.is_last = is_first, is_last
         # Set from outside under tensor parallelism: how the vocabulary, and with sequence parallelism the tokens, are cut.
         self.vocabulary_cut, self.sequence_cut = Cut(), 1
+        # Set from outside where tensor-parallel ranks hold copies of the residual stream: they draw its dropout alike.
+        self.dropout_keys: DropoutKeys | None = None
         tied = not config.untie_embeddings_and_output_weights
         if is_first or (is_last and tied):
             self.embedding = Embedding(config, padded_vocab_size, max_positions)
@@ -75,8 +78,11 @@ class GPT(nn.Module):
         tokens = x.shape[1] * (1 if self.is_first else self.sequence_cut)
         if positions_BT is None:
             positions_BT = torch.arange(tokens, device=x.device)[None]
+        keys = None
+        if self.dropout_keys is not None and self.training:
+            keys = self.dropout_keys.draw(len(self.decoder.layers))
         if self.is_first:
-            x = self.embedding(x, positions_BT, None, self.dtype)
+            x = self.embedding(x, positions_BT, None, self.dtype, keys and keys[-1][0])
         rotary = None
         if self.config.position_embedding_type == "rope":
             cosine, sine = rotary_table(positions_BT, Shape.of(self.config).head, self.config.rotary_base)
@@ -85,7 +91,7 @@ class GPT(nn.Module):
             same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
             mask = same & torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
         for index, layer in enumerate(self.decoder.layers.values()):
-            x = layer(x, rotary, mask, None if caches is None else caches[index])
+            x = layer(x, rotary, mask, None if caches is None else caches[index], keys and keys[index])
         if self.is_last:
             x = self.decoder.final_layernorm(x)
         return x

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holdfast.config import ModelConfig
+from holdfast.models.dropout import Dropout, Keys
 
 
 class Linear(nn.Linear):
@@ -163,7 +164,7 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(config, causal)
         self.pre_mlp_layernorm = build_norm(config)
         self.mlp = MLP(config)
-        self.hidden_dropout = nn.Dropout(config.hidden_dropout)
+        self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(
         self,
@@ -171,10 +172,12 @@ class TransformerLayer(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        keys: Keys | None = None,
     ) -> Tensor:
+        first, second = keys or (None, None)
         attended = self.self_attention(self.input_layernorm(x_BTH), rotary, mask, cache)
-        x_BTH = x_BTH + self.hidden_dropout(attended)
-        out: Tensor = x_BTH + self.hidden_dropout(self.mlp(self.pre_mlp_layernorm(x_BTH)))
+        x_BTH = x_BTH + self.hidden_dropout(attended, first)
+        out: Tensor = x_BTH + self.hidden_dropout(self.mlp(self.pre_mlp_layernorm(x_BTH)), second)
         return out
 
 
@@ -192,9 +195,16 @@ class Embedding(nn.Module):
             self.tokentype_embeddings = nn.Embedding(token_types, config.hidden_size)
         if normed:
             self.layernorm = build_norm(config)
-        self.embedding_dropout = nn.Dropout(config.hidden_dropout)
+        self.embedding_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, types_BT: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        types_BT: Tensor | None,
+        dtype: torch.dtype,
+        key: Tensor | None = None,
+    ) -> Tensor:
         x = self.word_embeddings(tokens_BT)
         if hasattr(self, "position_embeddings"):
             x = x + self.position_embeddings(positions_BT)
@@ -203,5 +213,5 @@ class Embedding(nn.Module):
         x = x.to(dtype)
         if hasattr(self, "layernorm"):
             x = self.layernorm(x)
-        out: Tensor = self.embedding_dropout(x)
+        out: Tensor = self.embedding_dropout(x, key)
         return out

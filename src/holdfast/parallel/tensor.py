@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from holdfast.models.dropout import DropoutKeys
 from holdfast.models.loss import Cut
 
 
@@ -45,6 +46,8 @@ def cut_model(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> No
     parallelize_module(model, mesh, plan)
     model.vocabulary_cut = vocabulary_cut(model, mesh, stream)  # type: ignore[assignment]
     model.sequence_cut = mesh.size() if sequence_parallel else 1  # type: ignore[assignment]
+    if model.config.hidden_dropout and not sequence_parallel:  # type: ignore[union-attr]
+        model.dropout_keys = DropoutKeys()  # type: ignore[assignment]
 
 
 class CutRows(ParallelStyle):

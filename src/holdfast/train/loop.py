@@ -9,14 +9,16 @@ import gc
 import hashlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.config import Config
+from holdfast.models.dropout import DropoutKeys
 from holdfast.models.flops import flops_per_token
 from holdfast.parallel.layout import Layout, padded_vocab_size
 from holdfast.parallel.mesh import Grid
@@ -97,7 +99,7 @@ class _Run:
         progress = self.progress
         size = self.batches.size(progress.consumed_samples)
         lr = self.schedule.lr(progress.consumed_samples)
-        seed_dropout(self.config, progress.step, self.grid)
+        seed_dropout(self.config, progress.step, self.grid, self.parts)
         batch = self.feed.training(progress.consumed_samples, size)
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         self.optimizer.zero_grad(set_to_none=True)
@@ -180,12 +182,24 @@ class _Run:
         )
 
 
-def seed_dropout(config: Config, step: int, grid: Grid) -> None:
-    """Dropout is drawn from (seed, step, data rank, stage): the same after a resume, equal on tensor-parallel ranks."""
-    if config.model.hidden_dropout or config.model.attention_dropout:
-        place = f"{config.train.seed}:{step}:{grid.data_rank}:{grid.index('pipeline')}"
-        digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "little") % 2**63)
+def seed_dropout(config: Config, step: int, grid: Grid, parts: Sequence[nn.Module]) -> None:
+    """Dropout is drawn from (seed, step, data rank, stage): the same after a resume.
+
+    Tensor-parallel ranks draw different masks for what each holds a shard of (attention heads; tokens under sequence
+    parallelism), and by shared keys equal masks for what each holds a copy of.
+    """
+    if not (config.model.hidden_dropout or config.model.attention_dropout):
+        return
+    place = f"{config.train.seed}:{step}:{grid.data_rank}:{grid.index('pipeline')}"
+    torch.manual_seed(_seed_of(f"{place}:tensor {grid.index('tensor')}"))
+    for index, part in enumerate(parts):
+        if isinstance(part.dropout_keys, DropoutKeys):
+            part.dropout_keys.seed(_seed_of(f"{place}:part {index}"))
+
+
+def _seed_of(place: str) -> int:
+    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63
 
 
 def tell_start(config: Config, layout: Layout) -> None:
