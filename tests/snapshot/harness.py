@@ -341,6 +341,8 @@ class Launched:
 
 def launch(run: Run, attempt: int = 0) -> Launched:
     run.folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(run.world):
+        run.memory_of(rank).mkdir(exist_ok=True)
     store = tempfile.mktemp(prefix="store-", dir=run.folder.parent)
     ranks = [context.Process(target=live, args=(rank, attempt, run, store), daemon=True) for rank in range(run.world)]
     for rank in ranks:

@@ -30,7 +30,7 @@ def copy_for_ever(path, first_step):
     items = [describe(f"t{i}", tensor) for i, tensor in enumerate(tensors)]
     layout = lay_out([item.box for item in items])
     arena = Arena(path) if path.exists() else Arena.create(path, sizes_for(layout, 2), "r" * 32, "p" * 32, 0, 1, 1)
-    copier = Copier(items, layout, lambda step: None)
+    copier = Copier(items, layout, lambda slot, step: None)
     step = first_step
     while True:
         step += 1

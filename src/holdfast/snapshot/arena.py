@@ -36,7 +36,8 @@ MAGIC = b"HFARENA2"
 SLOTS = 5
 RESERVED = 2
 EMPTY, WRITING, READY = 0, 1, 2
-DISK, PEER = 0, 1
+DISK, PEER, KEEPER = 0, 1, 2
+"""who keeps a slot from being overwritten: a save that a trainer asked for, copies to another node, the keeper's own writing"""
 STATES = {EMPTY: "empty", WRITING: "writing", READY: "ready"}
 META_ROOM = 64 << 10
 VERIFY_SPAN = 4 << 20
@@ -82,6 +83,14 @@ class SlotHeader:
 
 
 NOTHING = SlotHeader(EMPTY, 0, 0, 0, 0, 0, 0, 0.0)
+
+
+def unpack_header(raw: bytes) -> SlotHeader:
+    body, (checksum,) = raw[: _SLOT.size], struct.unpack("<Q", raw[_SLOT.size :])
+    magic, version, *fields = _SLOT.unpack(body)
+    if magic != MAGIC or version != 1 or checksum != xxhash.xxh3_64_intdigest(body):
+        return NOTHING
+    return SlotHeader(*fields)
 
 
 @dataclass(frozen=True)
@@ -145,12 +154,7 @@ class Slot:
 
     def header(self) -> SlotHeader:
         """What the slot says it is; a header that is torn or damaged counts as EMPTY."""
-        raw = bytes(self.whole[: _SLOT.size + 8])
-        body, (checksum,) = raw[: _SLOT.size], struct.unpack("<Q", raw[_SLOT.size :])
-        magic, version, *fields = _SLOT.unpack(body)
-        if magic != MAGIC or version != 1 or checksum != xxhash.xxh3_64_intdigest(body):
-            return NOTHING
-        return SlotHeader(*fields)
+        return unpack_header(bytes(self.whole[: _SLOT.size + 8]))
 
     def store(self, header: SlotHeader) -> None:
         raw = header.pack()
@@ -190,7 +194,7 @@ class Slot:
 
     def _verify_span(self, header: SlotHeader, piece: Piece, start: int, sums: NDArray[np.int64], begin: int) -> None:
         end = min(piece.nbytes, begin + VERIFY_SPAN)
-        wanted = sums[begin // ROW : rows_in(end)]
+        wanted = sums[begin // ROW : rows_in(end)].copy()  # the memory may be in use again: compare one reading
         found = np.empty_like(wanted)
         sum_rows(self.payload[start + begin : start + end], found)
         if not np.array_equal(found, wanted):
@@ -205,7 +209,7 @@ class Arena:
 
     def __init__(self, path: Path, populate: bool = False) -> None:
         self.path, self.populate = path, populate
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             self._words = mmap.mmap(self._descriptor, _FIRST_SLOT)
             raw = bytes(self._words[: _ARENA.size + 8])
@@ -213,12 +217,15 @@ class Arena:
             magic, self.rank, self.world, run, plan, meta, digest, payload, self.generation = _ARENA.unpack(body)
             if magic != MAGIC or checksum != xxhash.xxh3_64_intdigest(body):
                 raise DamagedError(f"{path} is not an arena, or its header is damaged")
+            if os.fstat(self._descriptor).st_size < Sizes(meta, digest, payload).file(SLOTS):
+                raise DamagedError(f"{path} is truncated")  # to read beyond its end would end the process with SIGBUS
         except (ValueError, OSError, struct.error) as error:
             os.close(self._descriptor)
             raise DamagedError(f"{path} is not an arena ({error})") from error
         except DamagedError:
             os.close(self._descriptor)
             raise
+        self._verified = memoryview(self._words).cast("Q")
         self.run, self.plan = run.decode(), plan.decode()
         self.sizes = Sizes(meta, digest, payload)
         self._slots: dict[int, Slot] = {}
@@ -291,7 +298,11 @@ class Arena:
 
     def headers(self) -> list[SlotHeader]:
         """The headers of all slots; one that takes no memory is EMPTY."""
-        return [self.slot(index).header() for index in range(SLOTS)]
+        return [self._header(index) for index in range(SLOTS)]
+
+    def _header(self, index: int) -> SlotHeader:
+        # Read, not mapped: to look at a page of a slot that takes no memory would allocate it, or end in SIGBUS if none is left.
+        return unpack_header(os.pread(self._descriptor, _SLOT.size + 8, self.sizes.file(index)))
 
     def find(self, step: int) -> tuple[Slot, SlotHeader] | None:
         """The READY slot of a step, the younger one where there are two."""
@@ -309,15 +320,15 @@ class Arena:
         self._words[_PINS + SLOTS * why + index] = int(pinned)
 
     def pinned(self, index: int, why: int | None = None) -> bool:
-        return any(self._words[_PINS + SLOTS * reason + index] for reason in ((DISK, PEER) if why is None else (why,)))
+        reasons = (DISK, PEER, KEEPER) if why is None else (why,)
+        return any(self._words[_PINS + SLOTS * reason + index] for reason in reasons)
 
     def set_verified(self, index: int, sequence: int) -> None:
-        struct.pack_into("<Q", self._words, _VERIFIED + 8 * index, sequence)
+        self._verified[_VERIFIED // 8 + index] = sequence
 
     def verified(self, index: int) -> int:
         """The sequence number of the snapshot in this slot that the keeper found whole; 0 for none."""
-        (sequence,) = struct.unpack_from("<Q", self._words, _VERIFIED + 8 * index)
-        return int(sequence)
+        return self._verified[_VERIFIED // 8 + index]
 
     def reserve(self, index: int) -> bool:
         """Takes memory for a slot, which the first two have from the beginning; False where there is none."""
@@ -335,6 +346,7 @@ class Arena:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
         begin, length = self.sizes.file(index), self.sizes.stride
+        self._slots.pop(index, None)
         if libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, length) != 0:
             raise OSError(ctypes.get_errno(), "fallocate", str(self.path))
 
@@ -368,7 +380,7 @@ def forget(arena: Arena, keep: int | None) -> None:
     for index, header in enumerate(arena.headers()):
         if header.state != EMPTY and header.step != keep:
             arena.slot(index).store(NOTHING)
-        for why in (DISK, PEER):
+        for why in (DISK, PEER, KEEPER):
             arena.pin(index, False, why)
 
 

@@ -31,8 +31,12 @@ STRIDE = 1 << 20
 class Copy:
     """One snapshot on its way into a slot. `small` is the small state but for the random generators'."""
 
-    def __init__(self, slot: Slot, sequence: int, step: int, small: dict[str, Any], random: dict[str, Any]) -> None:
+    def __init__(
+        self, slot: Slot, sequence: int, step: int, small: dict[str, Any], random: dict[str, Any], index: int = 0
+    ) -> None:
         self.slot, self.sequence, self.step, self.small, self.random = slot, sequence, step, small, random
+        self.index = index
+        """of the slot in its arena"""
         self.small_bytes = 0
         self.done = threading.Event()
         self.trouble: str | None = None
@@ -41,8 +45,8 @@ class Copy:
 
 
 class Copier:
-    """Copies one fixed set of pieces, again and again. `on_ready(step)` is called from the thread when a slot has become
-    READY."""
+    """Copies one fixed set of pieces, again and again. `on_ready(slot index, step)` is called from the thread when a slot has
+    become READY."""
 
     def __init__(self, items: Sequence[Item], layout: Layout, on_ready: Any) -> None:
         by_name = {item.name: item for item in items}
@@ -129,7 +133,7 @@ class Copier:
             slot.store(NOTHING)
             return
         slot.store(ready_header(slot, copy.sequence, copy.step, copy.small_bytes, self.layout))
-        self._on_ready(copy.step)
+        self._on_ready(copy.index, copy.step)
 
     def _span(self, slot: Slot, index: int) -> NDArray[np.uint8]:
         start = self.layout.starts[index]

@@ -1,20 +1,22 @@
 """A rank's desk: one shared page where it says that it lives, where it stands, and reads what is asked of it.
 
-The invariant: every field has one writer (the rank; `stop_at` rank 0 of the node's run; `shipped` the keeper, after the rank has
-cleared it), is one aligned word, and means something at any instant. A process is known by its number and its start time, so
-that a reused number is not taken for it.
+The invariant: every field has one writer (the rank; `stop_at` and `plan_at` the first rank of the node; `shipped` the keeper,
+after the rank has cleared it), is one aligned 64-bit word that is loaded and stored whole, and means something at any instant.
+(`struct` writes a word byte by byte: another process then reads values that were never stored.) A process is known by its
+number and its start time, so that a reused number is not taken for it.
 """
 
 import mmap
 import os
-import struct
 import time
 from pathlib import Path
 
 PAGE = 4096
 RUNNING, FINISHED, STOPPED = 1, 2, 3
+NOT_HELD = -1
+SLOT_WORDS = 8
 _FIELDS = {
-    name: 8 * i
+    name: i
     for i, name in enumerate(
         [
             "process",
@@ -29,6 +31,10 @@ _FIELDS = {
             "restarts",
             "skipped",
             "shipped",
+            "given_up",
+            "wants_plan",
+            "plan_at",
+            *(f"held_{slot}" for slot in range(SLOT_WORDS)),
         ]
     )
 }
@@ -49,33 +55,51 @@ class Desk:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            if os.fstat(descriptor).st_size < PAGE:
-                os.ftruncate(descriptor, PAGE)
+            # Reserved: on a full file system a store into a page that is not there yet ends the process with SIGBUS.
+            os.posix_fallocate(descriptor, 0, PAGE)
             self._map = mmap.mmap(descriptor, PAGE)
         finally:
             os.close(descriptor)
+        self._words = memoryview(self._map).cast("q")
 
     def __getitem__(self, name: str) -> int:
-        (value,) = struct.unpack_from("<q", self._map, _FIELDS[name])
-        return int(value)
+        return self._words[_FIELDS[name]]
 
     def __setitem__(self, name: str, value: int) -> None:
-        struct.pack_into("<q", self._map, _FIELDS[name], value)
+        self._words[_FIELDS[name]] = value
+
+    def set_held(self, slot: int, step: int) -> None:
+        """The step that is READY in a slot of this rank, or NOT_HELD. Cleared before the slot is overwritten."""
+        self[f"held_{slot}"] = step
+
+    def held(self) -> set[int]:
+        """The steps that this rank holds READY."""
+        return {self[f"held_{slot}"] for slot in range(SLOT_WORDS)} - {NOT_HELD}
+
+    def can_hold(self, step: int) -> bool:
+        """Whether this rank holds the step or may still come to it. Ranks take steps in rising order."""
+        passed = max(self["ready"], self["given_up"]) >= step  # read first: `held` is stored before `ready`
+        return step in self.held() or not passed
 
     def sit_down(self) -> None:
         """This process takes the desk."""
         self["status"] = 0
-        for name in ("wish", "stop_at", "step", "skipped", "shipped"):
+        for name in ("wish", "stop_at", "step", "skipped", "shipped", "wants_plan", "plan_at"):
             self[name] = 0
-        self["ready"] = -1
+        self.forget_held()
         self["restarts"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.say_last_words("")
         self["process"] = os.getpid()
         self["started"] = start_time(os.getpid())
         self["status"] = RUNNING
         self.beat(0)
+
+    def forget_held(self) -> None:
+        self["ready"] = self["given_up"] = -1
+        for slot in range(SLOT_WORDS):
+            self.set_held(slot, NOT_HELD)
 
     def beat(self, phase: int) -> None:
         self["phase"] = phase

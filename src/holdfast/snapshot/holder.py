@@ -1,11 +1,12 @@
 """A rank's own memory: which live tensors it copies, into which arena, into which slot of it.
 
-The invariants: a slot that is pinned, or that holds the newest step all ranks have, is never chosen; live tensors are
-the ones that the model and optimizer have now (a state that was replaced is noticed); a changed layout gets a new arena
-beside the old one.
+The invariants: a slot that is pinned, that holds the newest step all ranks have, or the one that may become it, is never
+chosen; the rank's desk says which steps are READY; live tensors are the ones that the model and optimizer have now (a state
+that was replaced is noticed); a changed layout gets a new arena beside the old one.
 """
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.checkpoint.collective import agree
 from holdfast.checkpoint.layout import Layout, Piece, lay_out
 from holdfast.checkpoint.plan import complete_sets, divide, plan_hash, ranks_to_persist
-from holdfast.checkpoint.state import State
+from holdfast.checkpoint.state import Item, State
 from holdfast.checkpoint.writing import decode_held, encode_held
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
@@ -39,13 +40,14 @@ from holdfast.snapshot.arena import (
     slots_at_most,
 )
 from holdfast.snapshot.copying import Copier, Copy
-from holdfast.snapshot.place import Place
+from holdfast.snapshot.desk import NOT_HELD, Desk
+from holdfast.snapshot.place import Place, open_arenas
 from holdfast.snapshot.team import Team
 
 
 class Holder:
-    def __init__(self, state: State, team: Team, place: Place, mode: str, on_ready: Callable[[int], None]) -> None:
-        self._state, self._team, self._place, self._mode, self._on_ready = state, team, place, mode, on_ready
+    def __init__(self, state: State, team: Team, place: Place, mode: str, desk: Desk) -> None:
+        self._state, self._team, self._place, self._mode, self._desk = state, team, place, mode, desk
         self.copied = mode == "peer" and not team.one_node
         """What this node holds is copied to another one."""
         self.arena: Arena | None = None
@@ -67,34 +69,69 @@ class Holder:
             self._adopted.close()
         self._adopted = arena
 
-    def prepare(self, small_bytes: Callable[[], int]) -> None:
-        """Sees to it that copies show the tensors as they are now, and that there is room. Collective after a change of those."""
-        items = None
-        if self._copier is None or self._replaced():
+    def changed(self) -> bool:
+        """Whether the tensors differ in number, shape or place from those that all ranks agreed on: `make_plan` is needed."""
+        if self._copier is None:
+            return True
+        if not self._replaced():
+            return False
+        try:
+            return encode_held(self._state.items()) != self._held
+        except HoldfastError:
+            return True  # make_plan raises it, on all ranks
+
+    def refresh(self) -> None:
+        """Copies show the tensors as they are now, and there is room for the small state. The plan fits."""
+        if self._replaced() or (self._outgrown() and self._grow()):
+            self._renew_copier(self._state.items())
+
+    def make_plan(self, small_bytes: Callable[[], int]) -> None:
+        """Agrees with all ranks on who holds what, and makes the memory for it. Collective."""
+        trouble: Exception | None = None
+        items: list[Item] = []
+        try:
             items = self._state.items()
-            held = encode_held(items)
-            if self._copier is None or held != self._held:
-                self._layout = self._agree_on_plan(held, small_bytes())
-            self._held = held
-            self._watch()
-        elif self._outgrown() and self._grow():
-            items = self._state.items()
-        if items is not None:
-            if self._copier is not None:
-                self._copier.close()
-            self._copier = Copier(items, self._layout, self._on_ready)
+        except HoldfastError as error:
+            trouble = error
+        agree(trouble, self._team.group)
+        self._held = encode_held(items)
+        self._layout = self._agree_on_plan(self._held, small_bytes())
+        self._renew_copier(items)
+
+    def _renew_copier(self, items: Sequence[Item]) -> None:
+        self._watch()
+        if self._copier is not None:
+            self._copier.close()
+        self._copier = Copier(items, self._layout, self._on_ready)
+
+    def _on_ready(self, slot: int, step: int) -> None:
+        self._desk.set_held(slot, step)
+        self._desk["ready"] = step
+
+    def publish_held(self) -> None:
+        """The desk says what the slots hold, after they were opened or emptied."""
+        if self.arena is not None:
+            for index, header in enumerate(self.arena.headers()):
+                self._desk.set_held(index, header.step if header.state == READY else NOT_HELD)
 
     def begin(
-        self, step: int, sequence: int, small: dict[str, Any], random: dict[str, Any], committed: int | None
+        self,
+        step: int,
+        sequence: int,
+        small: dict[str, Any],
+        random: dict[str, Any],
+        committed: int | None,
+        candidate: int | None,
     ) -> Copy | None:
         """Starts a copy; None if there is no slot for it."""
         assert self.arena is not None and self._copier is not None
-        index = self._free_slot(self.arena, committed)
+        index = self._free_slot(self.arena, committed, candidate)
         if index is None:
             return None
         slot = self.arena.slot(index)
+        self._desk.set_held(index, NOT_HELD)
         slot.store(SlotHeader(WRITING, sequence, step, 0, 0, 0, 0, time.time()))
-        self._last = Copy(slot, sequence, step, small, random)
+        self._last = Copy(slot, sequence, step, small, random, index)
         self._copier.start(self._last)
         return self._last
 
@@ -114,13 +151,13 @@ class Holder:
             return False
         return True
 
-    def pin(self, step: int) -> bool:
+    def pin(self, step: int, pinned: bool = True) -> bool:
         """Keeps the slot of this step from being overwritten, until the keeper has written it to disk."""
         if self.arena is None:
             return False
         for index, header in enumerate(self.arena.headers()):
             if header.state == READY and header.step == step:
-                self.arena.pin(index, True)
+                self.arena.pin(index, pinned)
                 return True
         return False
 
@@ -143,17 +180,20 @@ class Holder:
             self.arena.close()
             self.arena = None
 
-    def _free_slot(self, arena: Arena, committed: int | None) -> int | None:
+    def _free_slot(self, arena: Arena, committed: int | None, candidate: int | None) -> int | None:
         headers = arena.headers()
         pinned = [arena.pinned(index) for index in range(SLOTS)]
         for index in range(_usable(pinned), SLOTS):
-            if headers[index].state != EMPTY and headers[index].step != committed and not pinned[index]:
+            kept = headers[index].step in (committed, candidate) or pinned[index]
+            if headers[index].state != EMPTY and not kept:
+                self._desk.set_held(index, NOT_HELD)
                 arena.slot(index).store(NOTHING)
                 if self._copier is not None:
                     self._copier.forget(arena.slot(index))
                 arena.slot(index).unregister()
                 arena.release(index)
-        return next((index for index in slots_to_use(headers, pinned, committed) if arena.reserve(index)), None)
+        usable = slots_to_use(headers, pinned, committed, candidate)
+        return next((index for index in usable if arena.reserve(index)), None)
 
     def _replaced(self) -> bool:
         """A parameter's memory, a buffer or an optimizer's tensor is not the one that was looked at last."""
@@ -209,17 +249,25 @@ class Holder:
         if self.arena is not None:
             self.arena.close()
         self.arena = arena
+        self._desk.forget_held()
+        self.publish_held()
+        team.gather(None)  # before this, a desk may speak of slots of an older plan
         cohorts = [str(entry["cohort"]) for entry in told]
         self.plan = {"writers": ranks_to_persist(kept), "complete": complete_sets(kept, cohorts), "token": token}
         return lay_out(kept[team.rank])
 
     def _agree_on_generation(self, arena: Arena | None) -> tuple[int, str]:
-        """What tells these arenas from those of another plan, the same on all ranks: a node that was lost joins the others'.
-        Beside it a name for this start of the run."""
-        told = self._team.gather([arena.generation if arena is not None else None, time.time_ns()])
-        known = {generation for generation, _ in told if generation is not None}
-        now: int = told[0][1]
-        return (known.pop() if len(known) == 1 else now), f"{now:x}"
+        """A number that rises with every new plan and is the same on all ranks: a node that was lost joins the others'. Beside it
+        a name for this start of the run."""
+        highest = 0
+        if self._team.first_here:
+            for other in open_arenas(self._place.arenas() + self._place.peer_arenas(), self._place.key):
+                highest = max(highest, other.generation)
+                other.close()
+        told = self._team.gather([arena.generation if arena is not None else None, highest, secrets.token_hex(8)])
+        known = {generation for generation, _, _ in told if generation is not None}
+        highest = max(generation for _, generation, _ in told)
+        return (highest if known == {highest} else highest + 1), told[0][2]
 
     def _create(self, path: Path, kept: Sequence[Sequence[Piece]], small_bytes: int, generation: int) -> Arena:
         team = self._team
@@ -246,17 +294,20 @@ class Holder:
         return arena
 
 
-def slots_to_use(headers: Sequence[SlotHeader], pinned: Sequence[bool], committed: int | None) -> list[int]:
-    """The slots that may be overwritten, best first: not pinned, not the newest common step; beyond the first two as many as
-    are pinned.
+def slots_to_use(
+    headers: Sequence[SlotHeader], pinned: Sequence[bool], committed: int | None, candidate: int | None = None
+) -> list[int]:
+    """The slots that may be overwritten, best first: not pinned, neither the newest common step nor the candidate to become it;
+    beyond the first two as many as are pinned.
 
-    Of two slots that hold the newest common step the younger one is kept.
+    Of two slots that hold one of these steps the younger one is kept.
     """
-    holding = [header.sequence for header in headers if header.state == READY and header.step == committed]
+    ready = [header for header in headers if header.state == READY]
+    kept = {max((h.sequence for h in ready if h.step == step), default=0) for step in (committed, candidate)}
     free = [
         (header.state == READY, header.sequence, index)
         for index, header in enumerate(headers[: _usable(pinned)])
-        if not pinned[index] and not (header.state == READY and header.sequence == max(holding, default=0))
+        if not pinned[index] and not (header.state == READY and header.sequence in kept)
     ]
     return [index for _, _, index in sorted(free)]
 

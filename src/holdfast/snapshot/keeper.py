@@ -349,8 +349,7 @@ class Keeper:
         if desks and statuses <= {FINISHED, STOPPED}:
             if STOPPED in statuses and not self._persist_last():
                 return False
-            self._free()
-            return True
+            return self._free()
         self._dead_since = self._dead_since or time.monotonic()
         if self._ending:
             deadline = time.monotonic() + ENDING_SECONDS
@@ -360,8 +359,7 @@ class Keeper:
         if time.monotonic() - self._dead_since > self.settings.get("linger_seconds", LINGER_SECONDS):
             if not self._persist_last():
                 return False
-            self._free()
-            return True
+            return self._free()
         return False
 
     def _drop_what_is_pointless(self) -> None:
@@ -379,11 +377,16 @@ class Keeper:
         self._work_on_jobs()
         return job not in self._jobs
 
-    def _free(self) -> None:
-        if self._peers is not None:
-            self._peers.close()
-        self._partners.close()
-        shutil.rmtree(self.place.path, ignore_errors=True)
+    def _free(self) -> bool:
+        """Removes the memory, unless a new start of the run has claimed it meanwhile."""
+        with self.place.locked():
+            if any(desk.occupied() for desk in self.place.desks().values()):
+                return False
+            if self._peers is not None:
+                self._peers.close()
+            self._partners.close()
+            self.place.free()
+        return True
 
 
 def _passed(arenas: list[Arena], step: int) -> bool:

@@ -8,8 +8,11 @@
         peer-HOST-rank-...arena               a copy held for another node
         requests/                             what has been asked of the keeper
 
-The invariant: the folder's name follows from run name and run folder, so two runs meet in one folder only if both are equal; and
-nothing is removed here that another run, user or living process owns.
+Beside it, `.NAME-0123456789abcdef.lock` is locked while the memory is claimed by ranks or freed.
+
+The invariant: the folder's name follows from run name and run folder, so two runs meet in one folder only if both are equal;
+every folder belongs to this user, who alone may enter it; nothing is removed here that another run, user or living process
+owns; and no decision depends on the wall clock or on a file's time.
 """
 
 import fcntl
@@ -18,7 +21,11 @@ import os
 import re
 import shutil
 import socket
+import stat
+import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +39,7 @@ from holdfast.snapshot.desk import Desk
 
 MEMORY = "/dev/shm"
 STALE_SECONDS = 24 * 3600.0
+LOCK_SECONDS = 60.0
 ARENA_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 PEER_FILE = re.compile(r"peer-(?P<node>.+)-rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 
@@ -73,10 +81,33 @@ class Place:
         return self.path / "requests"
 
     def make(self) -> None:
-        self.requests.mkdir(parents=True, exist_ok=True, mode=0o700)
+        memory = self.path.parent.parent
+        if not memory.is_dir():
+            raise HoldfastError(f"{memory} does not exist; give a memory file system such as {MEMORY} (--snapshot-dir)")
+        for folder in (self.path.parent, self.path, self.requests):
+            make_private_folder(folder)
         record = {"name": self.name, "folder": str(self.folder), "boot": boot_id(), "created": time.time()}
         if not (self.path / "run.json").exists():
             write_json(self.path / "run.json", record)
+
+    @contextmanager
+    def locked(self, wait: bool = True) -> Iterator[bool]:
+        """Holds the lock under which this memory is claimed or freed; yields False if it is taken and `wait` is False."""
+        make_private_folder(self.path.parent)
+        descriptor = _lock_file(self.path.parent / f".{self.path.name}.lock", wait)
+        try:
+            yield descriptor is not None
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def free(self) -> None:
+        """Removes the memory; the caller holds the lock."""
+        freed = self.path.with_name(f".{self.path.name}.freed")
+        shutil.rmtree(freed, ignore_errors=True)
+        os.rename(self.path, freed)  # at once: a run that starts now makes a folder of its own
+        shutil.rmtree(freed, ignore_errors=True)
+        (self.path.parent / f".{self.path.name}.lock").unlink(missing_ok=True)
 
     def arenas(self) -> list[Path]:
         """The arenas of this node's own ranks."""
@@ -130,26 +161,72 @@ def find_place(run: str, memory: Path | str = MEMORY) -> Place:
 
 
 def remove_stale(memory: Path | str, keep: Place) -> list[str]:
-    """Frees what dead runs left behind: nobody keeps or uses it, and it is of another boot or a day old."""
+    """Frees what dead runs left behind: no process keeps or uses it, and it is of another boot, or no rank gave a sign of life
+    for a day."""
     removed = []
     for place in places(memory):
-        if place.path == keep.path or keeper_alive(place) or any(desk.occupied() for desk in place.desks().values()):
+        if place.path == keep.path:
             continue
-        record = read_json(place.path / "run.json") or {}
-        newest = max((entry.stat().st_mtime for entry in _entries(place.path)), default=0.0)
-        if record.get("boot") != boot_id() or time.time() - newest > STALE_SECONDS:
-            shutil.rmtree(place.path, ignore_errors=True)
-            removed.append(place.name)
+        with place.locked(wait=False) as locked:
+            if locked and _is_stale(place):
+                place.free()
+                removed.append(place.name)
     return removed
 
 
-def lock_keeper(place: Place, create: bool = True) -> int | None:
+def _is_stale(place: Place) -> bool:
+    record = read_json(place.path / "run.json")
+    desks = place.desks().values()
+    if record is None or keeper_alive(place) or any(desk.occupied() for desk in desks):
+        return False
+    return record.get("boot") != boot_id() or min((desk.age for desk in desks), default=0.0) > STALE_SECONDS
+
+
+def make_private_folder(path: Path) -> None:
+    """Makes a folder that this user alone may enter. What another user put there, or a link, is refused: whoever owns the
+    folder decides what is in it."""
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise HoldfastError(
+            f"{path} is not a folder of this user (its owner has uid {status.st_uid}): another user may have made it to read or "
+            "change snapshots. Remove it, or choose another --snapshot-dir"
+        )
+    if stat.S_IMODE(status.st_mode) != 0o700:
+        os.chmod(path, 0o700)
+
+
+def _lock_file(path: Path, wait: bool) -> int | None:
+    """A descriptor that holds the lock of this file; the lock ends with the descriptor."""
+    deadline = time.monotonic() + (LOCK_SECONDS if wait else 0.0)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor  # else its holder has removed it: the next one has another file
+        except BlockingIOError:
+            pass
+        os.close(descriptor)
+        if time.monotonic() > deadline:
+            if wait:
+                raise HoldfastError(f"{path} was locked by another process for {LOCK_SECONDS:.0f} s; is it stopped?")
+            return None
+        time.sleep(0.01)
+
+
+# struct flock of Linux: type, whence, start, length, process
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def lock_keeper(place: Place) -> int | None:
     """Becomes the keeper: a descriptor to hold for as long; None if there is one."""
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_NOFOLLOW
     descriptor = os.open(place.path / "keeper.lock", flags, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except (BlockingIOError, PermissionError):
         os.close(descriptor)
         return None
     except OSError as error:
@@ -161,22 +238,32 @@ def lock_keeper(place: Place, create: bool = True) -> int | None:
 
 
 def keeper_alive(place: Place) -> bool:
+    """Whether a process holds the keeper's lock. Only asks: to take the lock for a moment could keep a new keeper from it."""
     try:
-        # creating nothing: a look must not leave a file in a folder that its keeper is just removing
-        descriptor = lock_keeper(place, create=False)
+        descriptor = os.open(place.path / "keeper.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
-    if descriptor is None:
-        return True
-    os.close(descriptor)
-    return False
+    try:
+        asked = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    finally:
+        os.close(descriptor)
+    return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Appears by rename; memory needs no fsync."""
+    """Appears by rename, readable by its owner alone; memory needs no fsync."""
     temporary = temporary_beside(path)
-    temporary.write_bytes(orjson.dumps(record))
-    os.rename(temporary, path)
+    try:
+        with open(temporary, "xb", opener=open_private) as file:
+            file.write(orjson.dumps(record))
+        os.rename(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def read_json(path: Path) -> Any:

@@ -10,15 +10,16 @@
     snapshots.close()
 
 The invariants: a slot is overwritten only when it does not hold the newest step that every rank has; so a crash at any
-instant leaves one common, whole step. Nothing here stops the training for want of memory or disk: a snapshot that cannot
-be taken is counted and reported.
+instant leaves one common, whole step. The order take → commit → optimizer.step is enforced: a step during a copy raises.
+Nothing here stops the training for want of memory or disk: a snapshot that cannot be taken is counted and reported.
 """
 
 import faulthandler
+import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,7 @@ KEEPER_CHECK_SECONDS = 2.0
 MOVE_IN_SECONDS = 10.0
 CLOSE_SECONDS = 600.0
 LARGE_SMALL_STATE = 16 << 20
+SAVING, PLANNING = "save", "plan"
 
 
 class Snapshots:
@@ -95,39 +97,37 @@ class Snapshots:
             "nodes": self.team.nodes,
             "here": self.team.here,
         }
-        self._journal = PatientJournal(self.folder / "events.jsonl") if self.team.rank == 0 else None
-        self._holder = Holder(self.state, self.team, self.place, mode, self._on_ready)
         self._copy: Copy | None = None
         self._committed: int | None = None
+        self._candidate: int | None = None
         self._ready, self._sequence, self._step = -1, 0, 0
         self._stop_agreed = self._save_waits = self._save_wished = False
+        self._asks_to_stop = self._plan_heard = self._skipping = False
         self._last_keeper_check = 0.0
         self.quarantine = Quarantine(self.folder)
         self._move_in()
+        self._holder = Holder(self.state, self.team, self.place, mode, self.desk)
         self._wishes = Wishes(self.place.path, listen_to_signals)
+        for optimizer in self.state.optimizers:
+            _call_before_step(optimizer, self._check_order)
 
     def _move_in(self) -> None:
-        """Takes this rank's desk, refuses if somebody sits there, and sees to it that the node has a keeper."""
-        trouble: HoldfastError | None = None
+        """Claims this rank's desk, refuses if a living process owns it, and makes sure that the node has a keeper."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.place.make()
-        self.desk = Desk(self.place.path / desk_name(self.team.rank))
-        self.reached = self.desk["step"]
-        """the step that the rank at this desk had reached before"""
-        deadline = time.monotonic() + MOVE_IN_SECONDS
-        while self.desk.occupied() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if self.desk.occupied():
-            trouble = HoldfastError(
-                f"a run called {self.place.name} with the folder {self.place.folder} is alive already (process "
-                f"{self.desk['process']} is its rank {self.team.rank}); stop it or choose another name"
-            )
-        try:
-            agree(trouble, self.team.group)
-        except HoldfastError as error:
-            self.event("refused", reason=str(error))
-            raise
-        self.desk.sit_down()
+        self._journal = PatientJournal(self.folder / "events.jsonl") if self.team.rank == 0 else None
+        # The first rank of a node claims before the others: of two starts at once one gets the node, whole.
+        for first in (True, False):
+            trouble = None
+            try:
+                if self.team.first_here is first:
+                    self._claim()
+            except (HoldfastError, OSError) as error:
+                trouble = error
+            try:
+                agree(trouble, self.team.group)
+            except HoldfastError as error:
+                self.event("refused", reason=str(error))
+                raise
         if self.team.first_here:
             for wish in (STOP, SAVE):
                 (self.place.path / wish).unlink(missing_ok=True)
@@ -138,6 +138,33 @@ class Snapshots:
         self.team.meet()
         self._say_last_words_at_the_end()
         self.event("started", world=self.team.world, nodes=len(set(self.team.nodes)), restart=self.desk["restarts"])
+
+    def _claim(self) -> None:
+        """The ranks of an attempt that was just ended may take a moment to die."""
+        deadline = time.monotonic() + MOVE_IN_SECONDS
+        while True:
+            with self.place.locked():
+                self.place.make()
+                self.desk = Desk(self.place.path / desk_name(self.team.rank))
+                if not self.desk.occupied():
+                    self.reached = self.desk["step"]
+                    """the step that the rank at this desk had reached before"""
+                    self.desk.sit_down()
+                    return
+            if time.monotonic() > deadline:
+                raise HoldfastError(
+                    f"a run called {self.place.name} with the folder {self.place.folder} is alive already (process "
+                    f"{self.desk['process']} is its rank {self.team.rank}); end it with `holdfast persist "
+                    f"{self.place.folder} --stop`, or choose another name"
+                )
+            time.sleep(0.05)
+
+    def _check_order(self) -> None:
+        if self._copy is not None:
+            raise HoldfastError(
+                f"optimizer.step() was called while the snapshot of step {self._copy.step} is being copied: call "
+                "snapshots.commit() after backward() and before optimizer.step(), in every step"
+            )
 
     def _say_last_words_at_the_end(self) -> None:
         """An exception that ends this process is told to the keeper; SIGUSR2 shows where a hung rank stands."""
@@ -155,8 +182,10 @@ class Snapshots:
     def restore(self) -> int:
         """Fills model, optimizer, extra state and random generators from the newest whole state there is; its step, or 0."""
         self._finish_copy()
-        self._ready = -1  # what is done anew is held anew
+        self._ready = -1  # steps that are repeated are held as new ones
+        self._candidate = None
         self._shipping = None
+        self.desk.forget_held()
         self.desk["shipped"] = 0
         self.desk.beat(1)
         try:
@@ -168,6 +197,7 @@ class Snapshots:
         self._committed = found.step if found.in_place else None
         self._sequence = found.sequence
         self._holder.adopt(found.arena)
+        self._holder.publish_held()
         self.desk["step"] = found.step
         self.desk.beat(2)
         return found.step
@@ -199,16 +229,45 @@ class Snapshots:
         if step % self._interval == 0 and step not in (self._ready, self._committed):
             self._begin_copy(step)
         self._look_after_keeper()
+        if not self._asks_to_stop and self._wishes.signal is not None:
+            self._end_by_signal(self._wishes.signal)
         self.desk.beat(2)
         self.stall_seconds += time.perf_counter() - begin
+
+    def _end_by_signal(self, number: int) -> None:
+        """The loop never asks `stop_requested`, so the signal does what it would have done without us, once the snapshot is
+        whole; the keeper then writes it to disk."""
+        self._finish_copy()
+        say(
+            f"ended by {signal.Signals(number).name} after step {self._step}; the keeper writes this step to {self.folder}"
+        )
+        self._wishes.close()
+        os.kill(os.getpid(), number)
 
     def save(self, step: int) -> None:
         """Has the keeper write this step to disk, from memory, while training goes on. Collective.
 
         While an earlier save is still being written the request waits: the newest step is saved as soon as that one is done.
         """
+        self._finish_copy()
+        self._meet(SAVING)
         self._hold(step)
         self._save_newest()
+
+    def _meet(self, purpose: str) -> None:
+        """All ranks are here, some to save, some to make a plan: a plan that any of them needs is made first."""
+        while True:
+            told = self.team.gather([purpose, self._holder.changed()])
+            if not any(other == PLANNING or changed for other, changed in told):
+                return
+            self.team.plan_is_made()
+            try:
+                self._holder.make_plan(self._small_bytes)
+            except HoldfastError as error:
+                self.event("refused", reason=str(error))
+                raise
+            if purpose == PLANNING:
+                return
 
     def _hold(self, step: int) -> None:
         """Sees to it that this rank holds the state as it is, after `step` steps, if there is a slot for it."""
@@ -224,12 +283,22 @@ class Snapshots:
         if self._save_waits:
             return
         step = self._ready
-        if self._holder.pin(step) and self.team.first_here:
-            request = {"kind": "save", "step": step, "retention": self._retention}
-            write_json(self.place.requests / f"{time.time_ns():020d}-save.json", request)
+        path = self.place.requests / f"{time.monotonic_ns():020d}-save.json"
+        asked = self._holder.pin(step)
+        try:
+            if asked and self.team.first_here:
+                write_json(path, {"kind": "save", "step": step, "retention": self._retention})
+        except OSError as error:
+            asked = False
+            self._report("not saved", step, f"the request to the keeper could not be written: {error}")
+        if not all(self.team.gather(asked)):
+            self._holder.pin(step, False)
+            path.unlink(missing_ok=True)
+            self._save_waits = True
 
     def stop_requested(self) -> bool:
         """True on all ranks after the same step, when anybody asked the run to stop. Ask it once per step, after `take`."""
+        self._asks_to_stop = True
         if self.team.one_node:
             self._stop_agreed = self.team.stop_here(self._step, self._wishes.look() is not None)
         return self._stop_agreed
@@ -285,6 +354,7 @@ class Snapshots:
             self._report("discarded", copy.step, copy.trouble)
         else:
             self._ready, self.copy_seconds = copy.step, copy.seconds
+            self._skipping = False
 
     def _gate(self) -> None:
         """Learns whether everybody holds what this rank held last; after that the older snapshot may be overwritten."""
@@ -294,6 +364,7 @@ class Snapshots:
         self.desk.beat(5)
         heard = self.team.hear(self._ready)
         self._committed = heard.committed if heard.committed is not None else self._committed
+        self._candidate, self._plan_heard = heard.candidate, heard.plan
         self._stop_agreed |= heard.stop
         self._save_waits |= heard.save
         if self._holder.copied:
@@ -309,19 +380,37 @@ class Snapshots:
 
     def _begin_copy(self, step: int) -> None:
         self.desk.beat(4)
-        try:
-            self._holder.prepare(self._small_bytes)
-        except HoldfastError as error:
-            self.event("refused", reason=str(error))
-            raise
+        if not self._plan_fits(step):
+            return
         self._sequence += 1
         small, random = self._small_state(), random_state()
-        self._copy = self._holder.begin(step, self._sequence, small, random, self._committed)
+        try:
+            self._holder.refresh()
+            self._copy = self._holder.begin(step, self._sequence, small, random, self._committed, self._candidate)
+        except OSError as error:
+            self._report("skipped", step, f"{self.place.path}: {error.strerror or error}")
+            return
         if self._copy is None:
-            self._report("skipped", step, "every slot is being written to disk and there is no memory for another")
+            late = self.team.late_rank(self._candidate) if self._candidate is not None else None
+            self._report(
+                "skipped",
+                step,
+                f"rank {late[0]} does not hold step {self._candidate} yet (its newest is {late[1]})"
+                if late is not None
+                else "every slot is being written to disk and there is no memory for another",
+            )
 
-    def _on_ready(self, step: int) -> None:
-        self.desk["ready"] = step
+    def _plan_fits(self, step: int) -> bool:
+        """Makes the plan where it is due, on all ranks after the same step; False if this rank must wait for that."""
+        first = self._holder.arena is None
+        due = self.team.plan_due(step) if self.team.one_node else self._plan_heard
+        if first or due or (self.team.world == 1 and self._holder.changed()):
+            self._meet(PLANNING)
+        elif self._holder.changed():
+            self.team.request_plan()
+            self._report("skipped", step, "the tensors of this rank changed; all ranks agree on the new ones next")
+            return False
+        return True
 
     def _small_bytes(self) -> int:
         size = len(orjson.dumps({**self._small_state(), "random": encode(random_state(), "random state")}))
@@ -354,6 +443,15 @@ class Snapshots:
 
     def _report(self, what: str, step: int, reason: str) -> None:
         self.skipped += 1
-        self.desk["skipped"] = self.skipped
-        say(f"snapshot of step {step} {what}: {reason}")
-        self.event("snapshot", step=step, outcome=what, reason=reason)
+        self.desk["skipped"], self.desk["given_up"] = self.skipped, step
+        if not self._skipping:  # the first of many in a row
+            say(f"snapshot of step {step} {what}: {reason}")
+            self.event("snapshot", step=step, outcome=what, reason=reason)
+        self._skipping = True
+
+
+def _call_before_step(optimizer: Any, check: Callable[[], None]) -> None:
+    """Has an optimizer, or the one inside a wrapper such as Accelerate's, call `check` before each step."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    optimizer.register_step_pre_hook(lambda *_: check())

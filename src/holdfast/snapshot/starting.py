@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
-from holdfast.snapshot.place import Place, keeper_alive
+from holdfast.snapshot.place import Place, keeper_alive, open_private
 
 START_SECONDS = 60.0
 
@@ -17,18 +17,29 @@ def start_keeper(place: Place, wait: bool = True) -> None:
     if keeper_alive(place):
         return
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    source = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    # No relative entry, and -P: a folder that the keeper happens to work in must not provide modules.
+    given = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *given])
     environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MALLOC_ARENA_MAX="2")
-    with open(place.path / "keeper.log", "ab") as log:
+    with open(place.path / "keeper.log", "ab", opener=open_private) as log:
         # a parent that leaves at once makes the keeper nobody's child: no zombie in the trainer, whatever happens to it
         subprocess.run(
-            [sys.executable, "-S", "-c", _FORK, sys.executable, "-m", "holdfast.snapshot.keeper", str(place.path)],
+            [
+                sys.executable,
+                "-SP",
+                "-c",
+                _FORK,
+                sys.executable,
+                "-P",
+                "-m",
+                "holdfast.snapshot.keeper",
+                str(place.path),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env=environment,
-            cwd=place.path,
+            cwd="/",
             start_new_session=True,
             check=True,
         )

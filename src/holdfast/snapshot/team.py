@@ -1,12 +1,11 @@
 """The ranks of a run as the snapshots see them: who is on which node, and which step all of them hold.
 
-The invariant: `committed` is a step that every rank has held READY. On one node the ranks read it off each other's
-desks; over several nodes a small all-reduce, started by `commit` and awaited by the next `take`, tells it. Nothing here
-runs on the device.
+The invariant: `committed` is the newest step that every rank holds READY, and every rank goes on holding it until it knows of
+a newer one, however far the ranks drift apart. On one node the ranks read each other's desks; over several nodes a small
+all-reduce, started by `commit` and awaited by the next `take`, carries it. Nothing here runs on the device.
 """
 
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +20,17 @@ GATE_SECONDS = 10.0
 
 class Heard(NamedTuple):
     committed: int | None
-    """The step that this rank has READY, if all have it."""
+    """The newest step that all ranks hold, if it is known."""
+    candidate: int | None = None
+    """This rank's newest step, if it is newer and the others may still come to hold it."""
     shipped: int | None = None
     """The step that every node has copied to another one, if it is the same."""
     stop: bool = False
     """Some rank wishes to stop."""
     save: bool = False
     """Some rank wishes a checkpoint."""
+    plan: bool = False
+    """The tensors of some rank have changed: all agree on a new plan now."""
 
 
 class Team:
@@ -44,6 +47,8 @@ class Team:
         self.one_node = len(self.here) == self.world
         self._desks: dict[int, Desk] = {}
         self._gate: tuple[Any, torch.Tensor] | None = None
+        self._wants_plan = False
+        self._patience = GATE_SECONDS
 
     def gather(self, value: Any) -> list[Any]:
         return gather(value, self.group)
@@ -54,43 +59,73 @@ class Team:
         self._desks = {rank: Desk(self.place.path / desk_name(rank)) for rank in self.here}
 
     def announce(self, ready: int, stop: bool, save: bool) -> bool:
-        """Several nodes: tells all ranks the newest step this one has READY, the newest that its node has copied to another one,
-        and what it wishes. Does not wait; False if what was told before has not been heard yet."""
+        """Several nodes: starts the exchange of the newest step that each rank has READY, the newest that each node has copied to
+        another one, and what each rank wishes. Does not wait; False if the exchange before has not been heard yet."""
         if self._gate is not None:
             return False
         shipped = self._desks[self.rank]["shipped"]
-        told = torch.tensor([ready, -ready, shipped, -shipped, -int(stop), -int(save)], dtype=torch.int64)
+        told = torch.tensor(
+            [ready, -ready, shipped, -shipped, -int(stop), -int(save), -int(self._wants_plan)], dtype=torch.int64
+        )
         self._gate = (dist.all_reduce(told, dist.ReduceOp.MIN, group=self.group, async_op=True), told)
         return True
 
     def hear(self, ready: int) -> Heard:
-        """What all ranks hold; and, over several nodes, what they told each other."""
+        """What all ranks hold, now that this one holds `ready`; and, over several nodes, what they told each other."""
         if self.one_node:
-            return Heard(ready if self._all_have(ready) else None)
+            return self._look_at_desks(ready)
         if self._gate is None:
             return Heard(None)
         work, told = self._gate
         self._gate = None
         work.wait()
-        lowest, minus_highest, shipped, minus_shipped, minus_stop, minus_save = told.tolist()
+        lowest, minus_highest, shipped, minus_shipped, minus_stop, minus_save, minus_plan = told.tolist()
         return Heard(
             ready if lowest == ready == -minus_highest else None,
+            None,
             shipped if shipped == -minus_shipped else None,
             minus_stop < 0,
             minus_save < 0,
+            minus_plan < 0,
         )
 
-    def _all_have(self, step: int) -> bool:
-        deadline = time.monotonic() + GATE_SECONDS
+    def _look_at_desks(self, ready: int) -> Heard:
+        """Waits for the others, but for late ones only once: ranks that drift apart must not stop each other at every step."""
+        deadline = time.monotonic() + self._patience
         pause = 0.0
-        while True:
-            late = [rank for rank, desk in self._desks.items() if desk["ready"] < step]
-            if not late:
-                return True
-            if time.monotonic() > deadline or not all(self._desks[rank].occupied() for rank in late):
-                return False
+        while late := [desk for desk in self._desks.values() if ready not in desk.held()]:
+            gone = not all(desk.can_hold(ready) and desk.occupied() for desk in late)
+            if gone or time.monotonic() > deadline:
+                break
             time.sleep(pause)
             pause = min(0.002, pause + 0.0001)
+        self._patience = 0.0 if late else GATE_SECONDS
+        common = max(set.intersection(*(desk.held() for desk in self._desks.values())), default=None)
+        if common is not None and common >= ready:
+            return Heard(common)
+        return Heard(common, ready if all(desk.can_hold(ready) for desk in self._desks.values()) else None)
+
+    def late_rank(self, step: int) -> tuple[int, int] | None:
+        """(rank, its newest step) of the first rank of this node that does not hold the step."""
+        late = ((rank, desk["ready"]) for rank, desk in self._desks.items() if step not in desk.held())
+        return next(late, None)
+
+    def request_plan(self) -> None:
+        """This rank's tensors have changed: all ranks make a new plan, after the same step."""
+        self._wants_plan = True
+        self._desks[self.rank]["wants_plan"] = 1
+
+    def plan_due(self, step: int) -> bool:
+        """One node: whether the new plan is made now. The first rank names a step that none can have passed: the next one."""
+        leader = self._desks[self.here[0]]
+        if self.first_here and not leader["plan_at"] and any(desk["wants_plan"] for desk in self._desks.values()):
+            leader["plan_at"] = step + 1
+        return 0 < leader["plan_at"] <= step
+
+    def plan_is_made(self) -> None:
+        """Called by every rank on its way into the plan's collectives, which none leaves before all have entered."""
+        self._wants_plan = False
+        self._desks[self.rank]["wants_plan"] = self._desks[self.rank]["plan_at"] = 0
 
     def stop_here(self, step: int, wish: bool) -> bool:
         """One node: whether all ranks stop after this step. Rank 0 names a step that nobody can have passed: the next one."""
@@ -100,8 +135,3 @@ class Team:
         if self.first_here and not leader["stop_at"] and any(desk["wish"] for desk in self._desks.values()):
             leader["stop_at"] = step + (1 if self.world > 1 else 0)
         return 0 < leader["stop_at"] <= step
-
-
-def share_of(ranks: Sequence[int], rank: int) -> tuple[int, int]:
-    """(which, of how many) when these ranks divide work among themselves."""
-    return list(ranks).index(rank), len(ranks)

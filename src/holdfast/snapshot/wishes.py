@@ -20,13 +20,14 @@ class Wishes:
     def __init__(self, memory: Path, listen: bool) -> None:
         self._stop_file, self._save_file = memory / STOP, memory / SAVE
         self.reason: str | None = None
+        self.signal: int | None = None
         self._previous: dict[int, Any] = {}
         if listen and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._noted)
 
     def _noted(self, number: int, frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
+        self.reason, self.signal = signal.Signals(number).name, number
         previous = self._previous.get(number)
         if callable(previous):
             previous(number, frame)
