@@ -36,7 +36,7 @@ from holdfast.progress import say
 from holdfast.snapshot.copying import Copy
 from holdfast.snapshot.desk import FINISHED, STOPPED, Desk, desk_name
 from holdfast.snapshot.holder import Holder
-from holdfast.snapshot.place import MEMORY, Place, keeper_alive, remove_stale, write_json
+from holdfast.snapshot.place import MEMORY, Place, keeper_alive, open_private, remove_stale, write_json
 from holdfast.snapshot.quarantine import Quarantine
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.smallstate import Extra, encode, random_state
@@ -176,7 +176,8 @@ class Snapshots:
 
         sys.excepthook = hook
         if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-            self._stacks = open(self.place.path / f"rank-{self.team.rank:05d}.stacks", "w")  # noqa: SIM115
+            stacks = self.place.path / f"rank-{self.team.rank:05d}.stacks"
+            self._stacks = open(stacks, "w", opener=open_private)  # noqa: SIM115
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
 
     def restore(self) -> int:
