@@ -2,7 +2,7 @@
 
 import pytest
 
-from .harness import Fault
+from .harness import Fault, run_to_the_end
 
 pytestmark = pytest.mark.distributed
 
@@ -101,12 +101,12 @@ def test_weights_changed_during_the_copy_are_noticed(run, check):
     assert (lost["step"], lost["outcome"]) == (5, "discarded") and "changed during the copy" in lost["reason"]
 
 
-def test_a_loop_without_commit_is_told_and_never_resumes_from_a_torn_state(run, check):
+def test_a_loop_without_commit_is_refused_with_the_fix_on_every_start(run):
     run.commit = False
-    run.slow_copy = {0: 0.1, 1: 0.1}
-    run.faults = [Fault("kill", rank=1, step=6, point="taken")]
-    check(run, lost=6)
-    assert any("commit() before the step" in event["reason"] for event in run.events("snapshot"))
+    with pytest.raises(AssertionError, match="the run failed 2 times"):
+        run_to_the_end(run, restarts=1)
+    causes = [event["cause"] for event in run.events("failure")]
+    assert any("snapshots.commit() after backward() and before optimizer.step()" in cause for cause in causes)
 
 
 def test_ranks_one_step_apart_have_a_common_step(run, check):

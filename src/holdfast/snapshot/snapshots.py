@@ -102,7 +102,8 @@ class Snapshots:
         self._candidate: int | None = None
         self._ready, self._sequence, self._step = -1, 0, 0
         self._stop_agreed = self._save_waits = self._save_wished = False
-        self._asks_to_stop = self._plan_heard = self._skipping = False
+        self._plan_heard = self._skipping = False
+        self._takes_unasked = 0
         self._last_keeper_check = 0.0
         self.quarantine = Quarantine(self.folder)
         self._move_in()
@@ -230,7 +231,8 @@ class Snapshots:
         if step % self._interval == 0 and step not in (self._ready, self._committed):
             self._begin_copy(step)
         self._look_after_keeper()
-        if not self._asks_to_stop and self._wishes.signal is not None:
+        self._takes_unasked += 1
+        if self._takes_unasked > 1 and self._wishes.signal is not None:
             self._end_by_signal(self._wishes.signal)
         self.desk.beat(2)
         self.stall_seconds += time.perf_counter() - begin
@@ -299,7 +301,7 @@ class Snapshots:
 
     def stop_requested(self) -> bool:
         """True on all ranks after the same step, when anybody asked the run to stop. Ask it once per step, after `take`."""
-        self._asks_to_stop = True
+        self._takes_unasked = 0
         if self.team.one_node:
             self._stop_agreed = self.team.stop_here(self._step, self._wishes.look() is not None)
         return self._stop_agreed
