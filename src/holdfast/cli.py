@@ -41,6 +41,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch stop": ("holdfast.launch.command:launch_stop", "end a run's jobs; training persists first"),
     "launch resume": ("holdfast.launch.command:launch_resume", "submit a stopped run again"),
     "doctor": ("holdfast.launch.command:doctor", "check what a job will meet on this machine"),
+    "completion": ("holdfast.completion:completion", "print a script that completes verbs and flags in your shell"),
     "bench fetch": ("holdfast.bench.fetch:bench", "measure 64 processes that fetch at once, and a cached fetch"),
     "bench preprocess": ("holdfast.bench.preprocess:bench", "measure text to .bin/.idx, merging, random reads"),
     "bench train": ("holdfast.bench.train:bench", "measure training steps beside a plain GPT-2 and Hugging Face"),

@@ -91,7 +91,8 @@ class InspectOptions:
     Examples:
 
       holdfast inspect corpus_text_document
-      holdfast inspect corpus_text_document --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
+      holdfast inspect corpus_text_document \\
+          --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
       holdfast inspect runs/first
       holdfast inspect first-hf --json
     """

@@ -137,11 +137,21 @@ def test_plain_torchrun_starts_the_same_run(prefix, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "holdfast.train"]
     subprocess.run([*torchrun, *flags(prefix, tmp_path / "torchrun")], check=True, capture_output=True, timeout=300)
     ours = [sys.executable, "-m", "holdfast.cli", "train", "--nproc-per-node", "2"]
-    subprocess.run([*ours, *flags(prefix, tmp_path / "ours")], check=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [*ours, *flags(prefix, tmp_path / "ours"), "--json"], check=True, capture_output=True, timeout=300
+    )
     curves = [
         [record["loss"] for record in read_journal(tmp_path / name / "metrics.jsonl")] for name in ("torchrun", "ours")
     ]
     assert curves[0] == curves[1] and len(curves[0]) == 4
+    assert orjson.loads(done.stdout) == {
+        "run": str(tmp_path / "ours"),
+        "iteration": 4,
+        "loss": curves[1][-1],
+        "validation_loss": None,
+        "finished": True,
+        "checkpoint": str(tmp_path / "ours" / "checkpoints" / "step-00000004"),
+    }
 
 
 def test_a_failing_rank_is_named_once_with_its_cause(prefix, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ class TrainOptions:
     force: bool = False
     """Train on data that another tokenizer made."""
     json: bool = False
-    """Print the result as JSON when the run ends."""
+    """When the run ends, print run folder, iteration, losses, checkpoint and whether it finished as JSON."""
     vocab_size_given: bool = field(default=False, metadata=flags.derived())
     """Whether vocab_size comes from the command line, and not from a file that was made for another tokenizer."""
     config: Config = field(default_factory=Config)
@@ -65,15 +66,20 @@ def train_command(options: TrainOptions) -> None:
 
     config, layout = resolve(config, vocab_size_given=options.vocab_size_given)
     if options.dry_run:
+        from json import dumps
+
         from holdfast.train.estimate import describe
 
-        print(describe(config, layout))
+        description = describe(config, layout)
+        print(dumps({"ranks": layout.world, "description": description}) if options.json else description)
         return
     check_data(config, options.force)
     config = open_run_folder(config)
+    from holdfast.train.result import print_result
     from holdfast.train.supervisor import start_ranks
 
-    start_ranks(config)
+    with print_result(config.train.save) if options.json else nullcontext():
+        start_ranks(config)
 
 
 def take_slurm(config: Config) -> Config:
