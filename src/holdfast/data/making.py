@@ -28,15 +28,17 @@ from holdfast.data.provenance import (
 )
 from holdfast.data.report import Report
 from holdfast.data.sources import InputFile, Unit, bad_line_error
+from holdfast.data.sources.recognition import wrong_format
 from holdfast.data.worker import Answer, Job, Part, give_back_memory
 from holdfast.data.workspace import Workspace
 from holdfast.errors import HoldfastError
-from holdfast.progress import say
+from holdfast.progress import count_of, say
 from holdfast.publish import explain_os_error, publish_bytes
 from holdfast.tokenizers import Recipe, Tokenizer
 
 # Fewer bytes than this per byte of plain text never came out of a real corpus; less room than that is certain to fail.
 SMALLEST_OUTPUT_SHARE = 0.2
+SHOWN_FILES = 5
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def run(request: Request, crew: Crew) -> Summary:
     finished = False
     try:
         if request.on_bad_line == "fail":
-            _refuse_skipped_lines(workspace)
+            _refuse_skipped_lines(request, workspace)
         if not request.overwrite and not workspace.state.complete:
             refuse_to_replace(finals)
         memory, engine = _tokenize(request, workspace, crew)
@@ -129,11 +131,16 @@ def run(request: Request, crew: Crew) -> Summary:
         workspace.close(remove=finished or workspace.is_empty)
 
 
-def _refuse_skipped_lines(workspace: Workspace) -> None:
+def _refuse_skipped_lines(request: Request, workspace: Workspace) -> None:
     """An earlier call skipped bad lines and this one must not."""
     if workspace.state.bad:
         with (workspace.folder / "bad.jsonl").open("rb") as file:
-            raise bad_line_error(**orjson.loads(file.readline()))
+            raise _bad_line_error(request, orjson.loads(file.readline()))
+
+
+def _bad_line_error(request: Request, line: dict[str, Any]) -> HoldfastError:
+    source = next(file.source for file in request.files if file.path == line["file"])
+    return bad_line_error(source, **line)
 
 
 def _check_room(request: Request) -> None:
@@ -187,10 +194,16 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
             report.appended(_append_ready(request, workspace))
         report.appended(_append_ready(request, workspace))
         if not workspace.state.documents and not request.share:
-            raise HoldfastError(
-                f"{', '.join(file.path for file in request.files)}: no document found; is the input empty?"
-            )
+            raise _nothing_found(request, workspace.state.bad)
         return sum(crew.memory) + _own_memory(), crew.engine
+
+
+def _nothing_found(request: Request, bad: int) -> HoldfastError:
+    names = [file.path for file in request.files[:SHOWN_FILES]]
+    more = f" and {len(request.files) - SHOWN_FILES:,} more" if len(request.files) > SHOWN_FILES else ""
+    wrong = wrong_format(names[0]) if request.files[0].source == "jsonl" else ""
+    why = wrong or (f"{count_of(bad, 'bad line')}, and nothing else" if bad else "is the input empty?")
+    return HoldfastError(f"{', '.join(names)}{more}: no document found; {why}")
 
 
 def _accept(answer: Answer, check: "CrossCheck") -> Part:
@@ -210,8 +223,7 @@ def _append_ready(request: Request, workspace: Workspace) -> list[Part]:
     while (part := workspace.next_part()) is not None:
         lines = _bad_lines(request, workspace, part) if part.bad else []
         if lines and request.on_bad_line == "fail":
-            first = lines[0]
-            raise bad_line_error(**first)
+            raise _bad_line_error(request, lines[0])
         workspace.append(part, b"".join(orjson.dumps(line) + b"\n" for line in lines))
         appended.append(part)
     return appended

@@ -43,7 +43,7 @@ class Texts:
             for batch in read_unit(unit, self._keys):
                 if batch.bad and not self._skip:
                     bad = batch.bad[0]
-                    raise bad_line_error(unit.path, lines + bad.line + 1, size + bad.offset, bad.reason)
+                    raise bad_line_error(unit.source, unit.path, lines + bad.line + 1, size + bad.offset, bad.reason)
                 self.bad_lines += len(batch.bad)
                 lines, size = lines + batch.lines, size + batch.size
                 for column in batch.values:

@@ -129,7 +129,7 @@ class Workspace:
         ):
             # The units are those of the run that began the work; any size gives the same dataset.
             wanted["unit_bytes"] = before["unit_bytes"]
-        elif history.states and not overwrite:
+        elif history.states and history.states[-1].documents and not overwrite:
             raise HoldfastError(
                 f"{self.folder} holds an unfinished run with other settings ({', '.join(changed)} differ); "
                 "repeat that run to finish it, or start over with --overwrite"
@@ -272,7 +272,7 @@ class Workspace:
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been done that a later run could go on from."""
-        return not self.state.next_unit and not self.waiting.keys() - {0}
+        return not self.state.documents and not self.waiting.keys() - {self.state.next_unit}
 
     def close(self, *, remove: bool = False) -> None:
         for descriptor in (*(one for files in self._files for one in files), self._bad):

@@ -66,8 +66,13 @@ class BadLine:
     reason: str
 
 
-def bad_line_error(file: str, line: int, offset: int, reason: str) -> HoldfastError:
+def bad_line_error(source: str, file: str, line: int, offset: int, reason: str) -> HoldfastError:
     """The error for a bad line, counted from 1, where such lines end the run."""
+    from holdfast.data.sources.recognition import wrong_format
+
+    # A file of another format fails at its first line.
+    if source == "jsonl" and line == 1 and (explanation := wrong_format(file)):
+        return HoldfastError(f"{file} is not JSON lines (line 1: {reason}); {explanation}")
     return HoldfastError(
         f"{file}:{line}: bad line at byte {offset}: {reason}; "
         "fix it, or pass --on-bad-line skip to leave such lines out; what is done is kept"

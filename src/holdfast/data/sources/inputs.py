@@ -12,6 +12,7 @@ from pathlib import Path
 from holdfast.data.provenance import read_provenance
 from holdfast.data.sources import InputFile
 from holdfast.data.sources.compressed import sniff
+from holdfast.data.sources.recognition import wrong_encoding
 from holdfast.errors import HoldfastError
 
 PARQUET_MAGIC = b"PAR1"
@@ -19,6 +20,7 @@ INPUT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".xml", ".parquet")
 # A multistream dump lies beside the table of its streams, which is not text.
 DUMP_INDEX_SUFFIX = "-multistream-index.txt"
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
+HEAD_BYTES = 4096
 # From this many files on, that are compressed in one piece each, every worker reads a file of its own.
 SHARED_OUT_FROM = 8
 
@@ -80,13 +82,16 @@ def _classify(number: int, path: str) -> InputFile:
         return InputFile(number, path, "jsonl", "", 0)
     try:
         with open(path, "rb") as file:
-            magic = file.read(8)
+            head = file.read(HEAD_BYTES)
         size = os.stat(path).st_size
     except OSError as error:
         raise HoldfastError(f"cannot read {path}: {error.strerror}") from error
-    compression = sniff(magic)
+    compression = sniff(head[:8])
+    # Without a byte order mark such a file passes for UTF-8 with many zeros in it.
+    if not compression and head[:4] != PARQUET_MAGIC and (explanation := wrong_encoding(head, path)):
+        raise HoldfastError(f"{path}: {explanation}")
     bare = _uncompressed_name(path)
-    if magic[:4] == PARQUET_MAGIC:
+    if head[:4] == PARQUET_MAGIC:
         source = "parquet"
     elif bare.endswith(".txt"):
         source = "text"

@@ -4,6 +4,7 @@ The invariant: each line is a document, a bad line with a reason, or blank; the 
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from holdfast.data.sources.lines import line_units, unit_lines
 UTF8_BOM = b"\xef\xbb\xbf"
 BEGINNING_BYTES = 64 << 10
 LONG_LINE_BYTES = 1 << 10
+SHOWN_KEYS, SHOWN_KEY_CHARACTERS = 8, 40
 
 
 def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
@@ -94,7 +96,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[Value]:
     values = []
     for key in keys:
         if key not in record:
-            raise ValueError(f"it has no key '{key}'")
+            raise ValueError(_missing_key(key, record))
         value = record[key]
         strings = value if isinstance(value, list) else [value]
         for string in strings:
@@ -103,6 +105,17 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[Value]:
             _check_encodable(string, key)
         values.append(value)
     return values
+
+
+def _missing_key(key: str, record: dict[str, Any]) -> str:
+    """Names the keys that are there; the one with the longest text is most likely the one that is meant."""
+    if not record:
+        return f"it has no key '{key}': the object is empty"
+    shown = [name if len(name) <= SHOWN_KEY_CHARACTERS else name[:SHOWN_KEY_CHARACTERS] + "..." for name in record]
+    more = f" and {len(shown) - SHOWN_KEYS} more" if len(shown) > SHOWN_KEYS else ""
+    texts = {name: len(value) for name, value in record.items() if isinstance(value, str)}
+    example = f", for example --json-keys {shlex.quote(max(texts, key=lambda name: texts[name]))}" if texts else ""
+    return f"it has no key '{key}', only {', '.join(shown[:SHOWN_KEYS])}{more}: name the key with --json-keys{example}"
 
 
 def _load(line: bytes) -> Any:

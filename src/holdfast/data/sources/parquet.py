@@ -33,7 +33,10 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
     file = _open(unit.path)
     missing = [key for key in keys if key not in file.schema_arrow.names]
     if missing:
-        raise HoldfastError(f"{unit.path} has no column '{missing[0]}' (it has: {', '.join(file.schema_arrow.names)})")
+        columns = ", ".join(file.schema_arrow.names)
+        raise HoldfastError(
+            f"{unit.path} has no column '{missing[0]}', only {columns}: name the column of the text with --json-keys"
+        )
     try:
         for rows in file.iter_batches(BATCH_ROWS, row_groups=[unit.start], columns=list(keys), use_threads=False):
             yield _batch([rows.column(key).to_pylist() for key in keys], keys, rows.nbytes)

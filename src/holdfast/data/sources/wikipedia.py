@@ -92,7 +92,10 @@ def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
 def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
     unknown = [key for key in keys if key not in KEYS]
     if unknown:
-        raise UsageError(f"{unit.path} is a Wikipedia dump; its pages have no '{unknown[0]}', only {', '.join(KEYS)}")
+        raise UsageError(
+            f"{unit.path} is a Wikipedia dump; its pages have no '{unknown[0]}', only {', '.join(KEYS)}: "
+            "name one of these with --json-keys"
+        )
     namespaces = dropped_namespaces(unit.path)
     batch = Batch([[] for _ in keys], 0, 0)
     content: list[bytes] = []
