@@ -4,6 +4,7 @@ Under many ranks only local rank 0 speaks.
 """
 
 import contextlib
+import datetime
 import os
 import sys
 import time
@@ -16,6 +17,9 @@ PLAIN_LINE_SECONDS = 10.0
 
 class Bar(Protocol):
     def advance(self, amount: float = 1) -> None: ...
+
+    def skip(self, amount: float) -> None:
+        """Counts what was done before this process began: it is no part of the rate."""
 
     def note(self, text: str) -> None: ...
 
@@ -55,6 +59,8 @@ def progress(title: str, total: float | None = None, unit: str = "B") -> Iterato
 class _SilentBar:
     def advance(self, amount: float = 1) -> None: ...
 
+    def skip(self, amount: float) -> None: ...
+
     def note(self, text: str) -> None: ...
 
     def total(self, amount: float) -> None: ...
@@ -65,13 +71,16 @@ class _PlainBar:
 
     def __init__(self, title: str, total: float | None, unit: str) -> None:
         self._title, self._total, self._unit = title, total, unit
-        self._done, self._note = 0.0, ""
+        self._done, self._before, self._note = 0.0, 0.0, ""
         self._start = self._last = time.monotonic()
 
     def advance(self, amount: float = 1) -> None:
         self._done += amount
         if time.monotonic() - self._last >= PLAIN_LINE_SECONDS:
             self._line()
+
+    def skip(self, amount: float) -> None:
+        self._before += amount
 
     def note(self, text: str) -> None:
         self._note = text
@@ -86,9 +95,14 @@ class _PlainBar:
     def _line(self) -> None:
         self._last = time.monotonic()
         scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
+        done = self._before + self._done
         share = f" of {self._total / scale:,.0f}" if self._total else ""
-        rate = self._done / scale / max(self._last - self._start, 1e-9)
-        say(f"{self._title}: {self._done / scale:,.0f}{share} {unit}, {rate:,.1f} {unit}/s {self._note}".rstrip())
+        rate = self._done / max(self._last - self._start, 1e-9)
+        left = ""
+        if self._total and rate > 0 and self._total > done:
+            left = f", {datetime.timedelta(seconds=round((self._total - done) / rate))} left"
+        line = f"{self._title}: {done / scale:,.0f}{share} {unit}, {rate / scale:,.1f} {unit}/s{left} {self._note}"
+        say(line.rstrip())
 
 
 @contextmanager
@@ -115,6 +129,9 @@ def _terminal_bar(title: str, total: float | None, unit: str) -> Iterator[Bar]:
         class TerminalBar:
             def advance(self, amount: float = 1) -> None:
                 display.advance(task, amount)
+
+            def skip(self, amount: float) -> None:
+                display.tasks[0].completed += amount
 
             def note(self, text: str) -> None:
                 display.update(task, note=text)

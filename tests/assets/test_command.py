@@ -72,7 +72,7 @@ def test_wrong_usage_is_exit_code_2(arguments, cache):
 @pytest.mark.parametrize("verb", ["fetch", "fetch-storm"])
 def test_help_has_examples(verb):
     shown = holdfast(verb, "--help").stdout
-    assert shown.count(f"$ holdfast {verb}") + shown.count(f" holdfast {verb} --json") >= 2
+    assert shown.count(f"  holdfast {verb} ") >= 2
 
 
 def test_the_list_shows_every_name_with_its_urls():

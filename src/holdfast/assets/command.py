@@ -112,6 +112,7 @@ class FetchStormOptions:
 
 def fetch_storm(options: FetchStormOptions) -> None:
     from holdfast.assets import storm
+    from holdfast.progress import count_of
 
     if options.ranks < 1 or options.iterations < 1:
         raise UsageError("--ranks and --iterations start at 1")
@@ -131,7 +132,7 @@ def fetch_storm(options: FetchStormOptions) -> None:
         errors = sorted({error for report in reports for error in report.errors})
         raise HoldfastError(
             f"fetch-storm failed: expected one GET per file, got {total['gets']}; "
-            f"{total['failed_ranks']} failed ranks {errors}"
+            f"{count_of(total['failed_ranks'], 'failed rank')} {errors}"
         )
 
 

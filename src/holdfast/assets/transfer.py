@@ -58,7 +58,7 @@ class Transfer:
 
     def run(self) -> None:
         """Brings the file from the first source that has it."""
-        self.bar.advance(self.part.size)
+        self.bar.skip(self.part.size)
         failures = []
         for url in (self.wanted.url, *self.wanted.mirrors):
             try:
@@ -120,7 +120,7 @@ class Transfer:
                 raise NotResumable
             part.stitch()
         else:
-            self.bar.advance(-part.size)
+            self.bar.skip(-part.size)
             validator = stream.validator if stream.resumable else None
             part.start(Description(url, validator, stream.length, stream.name or name_in_url(url), stream.sha256))
         if stream.length is not None:

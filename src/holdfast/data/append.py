@@ -4,13 +4,16 @@ import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Callable
 
 COPY_BYTES = 64 << 20
 FALLBACK_BYTES = 8 << 20
 SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>
 
 
-def append_file(source: int, start: int, destination: int, count: int) -> None:
+def append_file(
+    source: int, start: int, destination: int, count: int, advance: Callable[[int], None] = lambda copied: None
+) -> None:
     """Appends `count` bytes of `source` from `start` on, at the current position of `destination`."""
     while count:
         try:
@@ -28,6 +31,7 @@ def append_file(source: int, start: int, destination: int, count: int) -> None:
             copied = len(piece)
         start += copied
         count -= copied
+        advance(copied)
 
 
 def begin_to_sync(descriptor: int, start: int, count: int) -> None:

@@ -118,12 +118,11 @@ class MergeOptions:
 
 def merge(options: MergeOptions) -> None:
     from holdfast.data.merge import merge as run
-    from holdfast.progress import say
+    from holdfast.progress import count_of, say
 
     merged = run(options.input, options.output_prefix, overwrite=options.overwrite)
-    say(
-        f"{merged.parts:,} parts: {merged.documents:,} documents, {merged.sequences:,} sequences, {merged.bin_bytes:,} bytes"
-    )
+    counts = [count_of(merged.documents, "document"), count_of(merged.sequences, "sequence")]
+    say(f"{count_of(merged.parts, 'part')}: {', '.join(counts)}, {count_of(merged.bin_bytes, 'byte')}")
     if options.json:
         import orjson
 

@@ -175,14 +175,16 @@ def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, 
         request.keep_newlines,
     )
 
-    def wanted() -> Iterator[tuple[int, Unit]]:
+    def wanted(report: Report) -> Iterator[tuple[int, Unit]]:
         for number, unit in enumerate(plan(request.files, request.share, workspace.unit_bytes)):
             if workspace.wants(number):
                 yield number, unit
+            else:
+                report.skipped(unit)
 
     check = CrossCheck(request)
     with Report(request, workspace) as report:
-        crew.begin(job, wanted())
+        crew.begin(job, wanted(report))
         # While the crew gets ready, this process has time for what it will need later.
         check.load()
         versions()

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from holdfast.errors import HoldfastError
+from holdfast.progress import count_of
 
 FORMAT = "holdfast dataset"
 PACKAGES = ("holdfast", "fastokens", "tokenizers", "sentencex", "numpy", "orjson", "zstandard", "pyarrow")
@@ -39,8 +40,8 @@ class Summary:
         rate = megabytes / self.seconds if self.seconds else 0.0
         done = "already complete: " if self.already_complete else ""
         return [
-            f"{done}{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes_per_token:.2f} bytes per token, "
-            f"{self.bad_lines:,} bad lines",
+            f"{done}{count_of(self.documents, 'document')}, {count_of(self.tokens, 'token')}, "
+            f"{self.bytes_per_token:.2f} bytes per token, {count_of(self.bad_lines, 'bad line')}",
             f"{megabytes:,.1f} MB in {self.seconds:.2f} s ({rate:,.1f} MB/s) with {self.engine}, "
             f"peak memory {self.peak_memory_bytes / 1e6:,.0f} MB",
         ]

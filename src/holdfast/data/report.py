@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.data.sources import Unit
 from holdfast.data.worker import Part
 from holdfast.data.workspace import Workspace
-from holdfast.progress import progress, say
+from holdfast.progress import count_of, progress, say
 
 if TYPE_CHECKING:
     from holdfast.data.making import Request
@@ -27,7 +27,7 @@ class Report:
         total = sum(file.size for file in request.files) // (request.share.count if request.share else 1)
         self._bar = self._stack.enter_context(progress("preprocess", total or None))
         if state.next_unit or self._workspace.waiting:
-            say(f"going on after {state.documents:,} documents ({self._workspace.folder})")
+            say(f"going on after {count_of(state.documents, 'document')} ({self._workspace.folder})")
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -36,7 +36,11 @@ class Report:
     def engine(self, name: str) -> None:
         if name != self._engine:
             self._engine = name
-            say(f"{self._request.recipe.tokenizer_type} by {name}, {self._request.workers} workers")
+            say(f"{self._request.recipe.tokenizer_type} by {name}, {count_of(self._request.workers, 'worker')}")
+
+    def skipped(self, unit: Unit) -> None:
+        """A unit that an earlier call finished."""
+        self._bar.skip(unit.weight)
 
     def finished(self, unit: Unit) -> None:
         self._bar.advance(unit.weight)
