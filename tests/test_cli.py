@@ -1,17 +1,21 @@
 """The program: help, exit codes, wrong words, and a start that costs next to nothing."""
 
 import contextlib
+import inspect
+import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from holdfast.cli import VERBS, load, run
 from holdfast.errors import UsageError
-from holdfast.flags import flags_of, options_of
+from holdfast.flags import flags_of, options_of, parse
 
 
 def holdfast(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -69,15 +73,38 @@ def test_every_verb_explains_itself_with_examples_in_80_columns_and_without_torc
         assert all(len(line) <= 80 for line in prose)
 
 
+def examples(verb: str) -> list[list[str]]:
+    """The command lines in the help of a verb that call this verb, without the shell's part of them."""
+    doc = inspect.getdoc(options_of(load(VERBS[verb][0]))) or ""
+    lines = [line for line in doc.replace("\\\n", " ").splitlines() if line.startswith("  ")]
+    calls = [
+        shlex.split(line.split(f"holdfast {verb}", 1)[1], comments=True) for line in lines if f"holdfast {verb}" in line
+    ]
+    return [list(itertools.takewhile(lambda word: word not in (">", "|"), call)) for call in calls]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_examples_of_the_help_are_command_lines_that_parse(verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/first/config.toml", "my.toml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    found = examples(verb)
+    assert found
+    for arguments in found:
+        options = parse(options_of(load(VERBS[verb][0])), f"holdfast {verb}", [w.rstrip(")") for w in arguments])
+        if command := getattr(options, "command", ()):
+            inner = options_of(load(VERBS[command[0]][0]))
+            parse(inner, f"holdfast {command[0]}", command[1:])
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_wrong_flag_is_refused_with_the_nearest_one(verb):
     options = [flag.option for flag in flags_of(options_of(load(VERBS[verb][0]))) if flag.named]
     inner = {"launch slurm": ["train"], "launch kubernetes": ["train", "--image", "x"]}.get(verb, [])
     if verb == "launch dask":
         inner = ["preprocess", "--scheduler", "tcp://localhost:1"]
-    right = {"launch slurm": "--num-layers", "launch kubernetes": "--num-layers", "launch dask": "--output-prefix"}.get(
-        verb, options[0] if options else ""
-    )
+    right = options[0] if options else ""
     wrong = f"{right}x" if right else "--flag"
     with pytest.raises(UsageError) as caught:
         run([*verb.split(), *inner, wrong])
@@ -115,6 +142,8 @@ def test_help_and_version_work_as_words_and_as_flags(arguments, lines, capsys):
         (["train", "--num-layers=four"], "--num-layers four: expected an integer"),
         (["merge", "--input", "a"], "holdfast merge needs --output-prefix"),
         (["convert", "a"], "holdfast convert needs DST"),
+        (["launch", "slurm", "train", "--gpu-per-node", "8"], "perhaps you meant --gpus-per-node"),
+        (["launch", "slurm", "train", "--num-layer", "8"], "perhaps you meant --num-layers"),
         (["train", "--num-layer", "4"], "--num-layers"),
         (["train", "--num-layers", "four"], "four"),
         (["train", "missing.toml"], "missing.toml: no such configuration file"),

@@ -253,10 +253,23 @@ class _Splitter(argparse.ArgumentParser):
         unknown = next((word for word in words if word.startswith("-")), None)
         if unknown is None:
             self.error(f"{self.prog}: unexpected argument '{words[0]}'")
-        name = unknown.split("=")[0]
-        near = difflib.get_close_matches(name.replace("_", "-"), self._options, n=3, cutoff=0.6)
-        hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
-        raise UsageError(f"{self.prog} has no flag {name}{hint} ({self.prog} --help lists the flags)")
+        raise unknown_flag(self.prog, unknown, self._options)
+
+
+def unknown_flag(prog: str, word: str, options: Sequence[str]) -> UsageError:
+    name = word.split("=")[0]
+    near = difflib.get_close_matches(name.replace("_", "-"), options, n=2, cutoff=0.7)
+    hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
+    return UsageError(f"{prog} has no flag {name}{hint} ({prog} --help lists the flags)")
+
+
+def check_known(arguments: Sequence[str], prog: str, *verbs: type) -> None:
+    """Refuses a flag that none of these options dataclasses has, with the nearest flag of any."""
+    known = [flag.option for options in verbs for flag in flags_of(options) if flag.named]
+    for word in arguments:
+        option = word.split("=")[0].replace("_", "-")
+        if option.startswith("--") and option not in known and option.replace("--no-", "--", 1) not in known:
+            raise unknown_flag(prog, word, known)
 
 
 def to_arguments(options: Any) -> list[str]:

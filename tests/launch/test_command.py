@@ -123,6 +123,12 @@ def test_the_commands_of_preprocessing_are_ones_that_we_understand() -> None:
         assert (values["input"], values["append_eod"]) == (("/fsx/a.jsonl", "/fsx/b.jsonl"), True)
 
 
+def test_json_gives_the_manifests_as_one_list() -> None:
+    files = ["--input", "/fsx/a.jsonl", "--output-prefix", "/fsx/corpus", "--vocab-file", "/fsx/vocab.json"]
+    done = holdfast("launch", "kubernetes", "preprocess", *files, *CLUSTER, "--json")
+    assert json.loads(done.stdout) == rendered("preprocess", *files, *CLUSTER)
+
+
 @pytest.mark.parametrize(("code", "seen"), [(0, 0), (3, 0), (1, 1)])
 def test_skipped_lines_are_no_failure_to_kubernetes(tmp_path: Path, code: int, seen: int) -> None:
     files = ["--input", "/fsx/a.jsonl", "--output-prefix", "/fsx/corpus", "--vocab-file", "/fsx/vocab.json"]

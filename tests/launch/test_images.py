@@ -1,5 +1,6 @@
 """Building and importing images: the commands, the atomic import, and the Dockerfile as far as it runs without Docker."""
 
+import json
 import os
 import re
 import shutil
@@ -76,6 +77,8 @@ def test_dry_run_prints_commands_and_runs_none(engines: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "docker build --tag mine:1" in printed
     assert re.search(r"enroot import --output \S*\.tmp dockerd://mine:1", printed)
+    run(["launch", "image", "build", "--tag", "mine:1", "--context", str(ROOT), "--dry-run", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"commands": [printed.splitlines()[0]]}
     assert not (engines / "built").exists() and not (engines / "imported").exists()
 
 

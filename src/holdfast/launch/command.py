@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast import flags
 from holdfast.errors import UsageError
 from holdfast.launch.options import (
     DaskOptions,
@@ -21,17 +22,23 @@ from holdfast.launch.options import (
 from holdfast.progress import say
 
 
-def run_verb(options: Any, verbs: Mapping[str, Callable[[Any, Sequence[str]], None]]) -> None:
+def run_verb(where: str, options: Any, verbs: Mapping[str, Callable[[Any, Sequence[str]], None]]) -> None:
     """Calls the launcher of the verb that the command line names, with the arguments of that verb."""
+    from holdfast.cli import VERBS, load
+
     name, *arguments = options.command or ("",)
     if name not in verbs:
         problem = f"cannot launch '{name}'" if name else "nothing to launch"
-        raise UsageError(f"{problem}; launch one of: {', '.join(verbs)}")
+        raise UsageError(
+            f"{problem}; launch one of: {', '.join(verbs)} (holdfast launch {where} --help shows examples)"
+        )
+    own = flags.options_of(load(VERBS[name][0]))
+    flags.check_known(arguments, f"holdfast launch {where} {name}", type(options), own)
     verbs[name](options, arguments)
 
 
 def launch_slurm(options: SlurmOptions) -> None:
-    run_verb(options, {"train": slurm_train, "preprocess": slurm_preprocess})
+    run_verb("slurm", options, {"train": slurm_train, "preprocess": slurm_preprocess})
 
 
 def slurm_train(options: SlurmOptions, arguments: Sequence[str]) -> None:
@@ -106,7 +113,7 @@ def show_jobs(run: Path, jobs: list[str], as_json: bool) -> None:
 def launch_kubernetes(options: KubernetesOptions) -> None:
     if not options.image:
         raise UsageError("give the container image with --image, or set $IMAGE")
-    run_verb(options, {"train": kubernetes_train, "preprocess": kubernetes_preprocess})
+    run_verb("kubernetes", options, {"train": kubernetes_train, "preprocess": kubernetes_preprocess})
 
 
 def kubernetes_train(options: KubernetesOptions, arguments: Sequence[str]) -> None:
@@ -133,7 +140,7 @@ def kubernetes_preprocess(options: KubernetesOptions, arguments: Sequence[str]) 
 
 
 def launch_dask(options: DaskOptions) -> None:
-    run_verb(options, {"preprocess": dask_preprocess})
+    run_verb("dask", options, {"preprocess": dask_preprocess})
 
 
 def dask_preprocess(options: DaskOptions, arguments: Sequence[str]) -> None:
