@@ -126,7 +126,8 @@ def test_a_signal_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undi
     assert_same_state(final_state(save), undisturbed)
 
 
-@pytest.mark.parametrize("trigger", mostly_slow(["persist", "error.txt"], ["error.txt"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("trigger", ["persist", "error.txt"])
 def test_a_trigger_file_stops_the_run_once(prefix, undisturbed, tmp_path, trigger):
     save = tmp_path / "run"
     process = subprocess.Popen(command(prefix, save, 60), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -95,6 +95,7 @@ def test_half_precision_follows_the_fp32_curve(precision, prefix, alone, tmp_pat
     assert ("loss_scale" in found[-1]) == (precision == "fp16")
 
 
+@pytest.mark.slow
 def test_a_hundred_sentences_are_learnt_by_heart(tmp_path):
     """From text, through tokenizer and dataset: a word is a token, a sentence with its end of document is a sample.
 

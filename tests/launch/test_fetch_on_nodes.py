@@ -56,7 +56,9 @@ def server() -> Iterator[tuple[str, Counter[str]]]:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize(("cache", "gets_per_file"), [("shared", 1), ("local-NODE", NODES)])
+@pytest.mark.parametrize(
+    ("cache", "gets_per_file"), [("shared", 1), pytest.param("local-NODE", NODES, marks=pytest.mark.slow)]
+)
 def test_each_cache_is_filled_once(
     lab: Lab, shared: Path, server: tuple[str, Counter[str]], cache: str, gets_per_file: int
 ) -> None:
