@@ -10,6 +10,7 @@ from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan, write_plan
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.publish import publish_folder
+from holdfast.tokenizers.folder import FILE_KEYS, KEYS
 
 if TYPE_CHECKING:
     from holdfast.conversion.tokenizer_files import TokenizerFiles
@@ -48,7 +49,7 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
     if options.make_vocab_size_divisible_by is not None:
         arch = replace(model.architecture, vocab_multiple=options.make_vocab_size_divisible_by)
         model = replace(model, architecture=arch)
-    plan = _plan(model, tokenizer, to, options)
+    plan = _plan(model, tokenizer, to, options, destination)
     with publish_folder(destination) as folder:
         digests = write_plan(plan, folder, model.regions, hashed=options.verify)
         verification = None
@@ -62,38 +63,42 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
 
 def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "TokenizerFiles | None"]:
     """The true vocabulary size and the tokenizer's files, from the flags first, then from what the source names."""
-    arch = model.architecture
-    named = any((options.vocab_file, options.merge_file, options.tokenizer_model))
-    given = (
-        {key: getattr(options, key) for key in ("vocab_file", "merge_file", "tokenizer_model")}
-        if named
-        else model.tokenizer
-    )
-    lower = model.tokenizer.get("tokenizer_type") != "BertWordPieceCase"
+    from holdfast.conversion.tokenizer_files import choose_tokenizer, read_tokenizer
+
+    given = {key: getattr(options, key) for key in KEYS}
+    flags = any(given[key] for key in FILE_KEYS)
+    names = choose_tokenizer(model.tokenizer, model.architecture.family, **given)
     tokenizer = None
-    files = [given[key] for key in ("vocab_file", "merge_file", "tokenizer_model") if given.get(key)]
-    if files and (named or all(Path(file).exists() for file in files)):
-        from holdfast.conversion.tokenizer_files import read_tokenizer
+    if names and (flags or all(Path(names[key]).exists() for key in FILE_KEYS if key in names)):
+        tokenizer = read_tokenizer(names, model.architecture.max_position_embeddings)
+        model.notes.extend(tokenizer.notes)
+    elif names:
+        model.notes.append("the tokenizer that the source names does not exist any more")
+    if flags:
+        model = replace(model, special_ids={})  # those of the tokenizer that the user gave count
+    return settle_size(model, options.true_vocab_size, tokenizer), tokenizer
 
-        tokenizer = read_tokenizer(
-            given.get("vocab_file"),
-            given.get("merge_file"),
-            given.get("tokenizer_model"),
-            arch.family,
-            lower,
-            arch.max_position_embeddings,
-        )
-    elif files:
-        model.notes.append("the tokenizer that the source names is not there any more")
-    if options.true_vocab_size is not None and options.true_vocab_size < 1:
+
+def settle_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | None") -> Model:
+    if wanted is not None and wanted < 1:
         raise UsageError("--true-vocab-size must be positive")
-    model = with_vocabulary(model, options.true_vocab_size, "--true-vocab-size")
-    if tokenizer is not None:
-        model = with_vocabulary(model, tokenizer.size, tokenizer.source)
-    return model, tokenizer
+    # A run may have more rows than its tokenizer has tokens; which of them count is for the user to say.
+    is_run = model.facts.get("kind") == "holdfast"
+    known = model.architecture.true_vocab_size
+    model = with_vocabulary(model, wanted, "--true-vocab-size", override=is_run)
+    if tokenizer is None:
+        return model
+    if is_run and wanted is not None and tokenizer.size <= wanted:
+        return model
+    if is_run and wanted is None and known is not None and tokenizer.size < known:
+        raise HoldfastError(
+            f"{tokenizer.source} says {tokenizer.size} tokens, but the model was made for {known}: give --true-vocab-size "
+            f"{tokenizer.size} to drop the rows that have no token, or --true-vocab-size {known} to keep them"
+        )
+    return with_vocabulary(model, tokenizer.size, tokenizer.source)
 
 
-def _plan(model: Model, tokenizer: "TokenizerFiles | None", to: Target, options: Options) -> Plan:
+def _plan(model: Model, tokenizer: "TokenizerFiles | None", to: Target, options: Options, destination: Path) -> Plan:
     dtype = DTYPES[options.dtype] if options.dtype else None
     if to == "hf":
         from holdfast.conversion.huggingface_write import plan_huggingface
@@ -114,4 +119,4 @@ def _plan(model: Model, tokenizer: "TokenizerFiles | None", to: Target, options:
         )
     from holdfast.conversion.holdfast_checkpoint import plan_holdfast
 
-    return plan_holdfast(model, dtype)
+    return plan_holdfast(model, dtype, tokenizer.names if tokenizer else {}, destination)

@@ -28,13 +28,14 @@ from holdfast.conversion.model import (
     Architecture,
     Model,
     check_complete,
+    known_special_ids,
     padded_size,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
 from holdfast.conversion.tensors import Piece, Tensor, bits_type
 from holdfast.conversion.zips import map_file
 from holdfast.errors import HoldfastError
-from holdfast.tokenizers.folder import KEYS, read_folder
+from holdfast.tokenizers.folder import KEYS, folder_contents, folder_names, read_folder
 
 
 def is_holdfast(path: Path) -> bool:
@@ -59,6 +60,7 @@ def read_holdfast(path: Path) -> Model:
         true_size = config.model.vocab_size
     arch = architecture_of(config.model, tensors, int(true_size) if true_size else None)
     check_complete(arch, tensors, str(checkpoint.path))
+    special_ids = checkpoint.shared.get("special_ids")
     moments = sum(name.startswith("optimizer.") for name in checkpoint.tensors)
     return Model(
         architecture=arch,
@@ -73,6 +75,7 @@ def read_holdfast(path: Path) -> Model:
         },
         regions=[checkpoint],
         tokenizer=_tokenizer(path, checkpoint, config.data),
+        special_ids=known_special_ids(special_ids, arch.padded_vocab_size) if isinstance(special_ids, Mapping) else {},
     )
 
 
@@ -155,11 +158,16 @@ def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_siz
     )
 
 
-def plan_holdfast(model: Model, dtype: str | None) -> Plan:
-    """A run folder with one checkpoint: what `holdfast train --load` continues from. Weights are fp32, as in training."""
+def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str], destination: Path) -> Plan:
+    """A run folder with one checkpoint and the tokenizer: what `holdfast train --load` continues from. Weights are fp32, as in
+    training."""
     arch = model.architecture
     true_size = arch.vocabulary()
-    config = config_for(arch, model)
+    config = config_for(arch)
+    carried = folder_contents(tokenizer) if tokenizer else {}
+    if tokenizer:
+        names: dict[str, Any] = folder_names(carried, destination.absolute() / "tokenizer")
+        config = replace(config, data=replace(config.data, **names))
     padded = padded_size(true_size, arch.vocab_multiple)
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.tensors.items():
@@ -181,7 +189,12 @@ def plan_holdfast(model: Model, dtype: str | None) -> Plan:
             plan_hash=plan_hash([pieces]),
             tensors={piece.name: (piece.dtype, list(piece.shape)) for piece in pieces},
             files=[describe_shard(layout, 0, 1, checksum_chunks(region.data, threads=2))],
-            shared={"iteration": step, "config": _tables(config), "true_vocab_size": true_size},
+            shared={
+                "iteration": step,
+                "config": _tables(config),
+                "true_vocab_size": true_size,
+                "special_ids": model.special_ids,
+            },
             per_rank=[{}],
             padded_rows={name: true_size for name in VOCABULARY_TENSORS if name in model.tensors},
             source="conversion",
@@ -190,6 +203,7 @@ def plan_holdfast(model: Model, dtype: str | None) -> Plan:
 
     files = [
         PlannedFile("config.toml", content=config_to_toml(config).encode()),
+        *(PlannedFile(f"tokenizer/{name}", content=content) for name, content in carried.items()),
         PlannedFile("checkpoints/latest", content=f"step-{step:08d}\n".encode()),
         PlannedFile(
             f"{folder}/{shard}",
@@ -201,7 +215,7 @@ def plan_holdfast(model: Model, dtype: str | None) -> Plan:
     return Plan(files, notes, finish)
 
 
-def config_for(arch: Architecture, model: Model) -> Config:
+def config_for(arch: Architecture) -> Config:
     """The configuration that makes Holdfast build the same function."""
     if arch.qkv_bias != arch.bias:
         raise HoldfastError("Holdfast has no model with a bias on queries, keys and values only")
@@ -209,13 +223,10 @@ def config_for(arch: Architecture, model: Model) -> Config:
         raise HoldfastError(
             "Holdfast's BERT has one GELU for trunk and head; this one has the tanh form and the exact form"
         )
-    tokenizer = {
-        key: model.tokenizer[key] for key in ("vocab_file", "merge_file", "tokenizer_model") if key in model.tokenizer
-    }
     config = Config()
     return replace(
         config,
-        data=replace(config.data, seq_length=arch.max_position_embeddings, **tokenizer),  # type: ignore[arg-type]
+        data=replace(config.data, seq_length=arch.max_position_embeddings),
         model=ModelConfig(
             model_type=arch.family,
             num_layers=arch.num_layers,

@@ -19,22 +19,22 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def describe_for_huggingface(
-    arch: Architecture, dtype: str, end_of_text: int | None
+    arch: Architecture, dtype: str, special_ids: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any], list[str]]:
-    """The model type, config.json, and what has to be said."""
+    """The model type, config.json, and notes for the user. `special_ids` are bos_token_id and eos_token_id."""
     if arch.family == "bert":
         return _bert(arch, dtype)
     if arch.normalization == "LayerNorm" and arch.positions == "learned_absolute" and arch.activation != "swiglu":
-        return "gpt2", _gpt2(arch, dtype, end_of_text), []
+        return "gpt2", _gpt2(arch, dtype, special_ids), []
     if arch.normalization == "RMSNorm" and arch.positions == "rope" and arch.activation == "swiglu":
-        return "llama", _llama(arch, dtype, end_of_text), []
+        return "llama", _llama(arch, dtype, special_ids), []
     _cannot(
         f"{arch.normalization} with {'rotary' if arch.positions == 'rope' else 'learned'} positions and {arch.activation}: "
         "neither GPT-2 (LayerNorm, learned, GELU) nor Llama (RMSNorm, rotary, SwiGLU)"
     )
 
 
-def _gpt2(arch: Architecture, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+def _gpt2(arch: Architecture, dtype: str, special_ids: Mapping[str, Any]) -> dict[str, Any]:
     if arch.num_query_groups != arch.num_attention_heads:
         _cannot("grouped queries in GPT-2")
     if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
@@ -56,14 +56,14 @@ def _gpt2(arch: Architecture, dtype: str, end_of_text: int | None) -> dict[str, 
         "n_positions": arch.max_position_embeddings,
         "vocab_size": arch.vocabulary(),
         "tie_word_embeddings": arch.tied,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        "bos_token_id": special_ids.get("bos_token_id"),
+        "eos_token_id": special_ids.get("eos_token_id"),
         "use_cache": True,
         "torch_dtype": _DTYPES[dtype],
     }
 
 
-def _llama(arch: Architecture, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+def _llama(arch: Architecture, dtype: str, special_ids: Mapping[str, Any]) -> dict[str, Any]:
     if arch.qkv_bias != arch.bias:
         _cannot("a bias on queries, keys and values only, in Llama")
     if arch.hidden_dropout:
@@ -87,8 +87,8 @@ def _llama(arch: Architecture, dtype: str, end_of_text: int | None) -> dict[str,
         "rope_parameters": {"rope_theta": arch.rotary_base, "rope_type": "default"},
         "vocab_size": arch.vocabulary(),
         "tie_word_embeddings": arch.tied,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        "bos_token_id": special_ids.get("bos_token_id"),
+        "eos_token_id": special_ids.get("eos_token_id"),
         "use_cache": True,
         "torch_dtype": _DTYPES[dtype],
     }

@@ -11,7 +11,7 @@ from holdfast.conversion.archives import load_torch
 from holdfast.conversion.huggingface_config import architecture_from_config
 from holdfast.conversion.huggingface_names import BUFFERS, from_huggingface
 from holdfast.conversion.megatron_read import flatten
-from holdfast.conversion.model import Architecture, Model, check_complete
+from holdfast.conversion.model import Architecture, Model, check_complete, known_special_ids
 from holdfast.conversion.safetensors_files import read_safetensors
 from holdfast.conversion.tensors import Tensor
 from holdfast.conversion.zips import Region, map_file
@@ -54,17 +54,6 @@ def read_huggingface(path: Path) -> Model:
         regions.append(region)
         if str(metadata.get("make_vocab_size_divisible_by", "")).isdigit():
             arch = replace(arch, vocab_multiple=max(1, int(metadata["make_vocab_size_divisible_by"])))
-    tokenizer = {
-        key: str(path / name)
-        for key, name in (
-            ("vocab_file", "vocab.json"),
-            ("merge_file", "merges.txt"),
-            ("tokenizer_model", "tokenizer.json"),
-        )
-        if (path / name).is_file()
-    }
-    if arch.family == "bert" and (path / "vocab.txt").is_file():
-        tokenizer = {"vocab_file": str(path / "vocab.txt")}
     return Model(
         architecture=arch,
         tensors=tensors,
@@ -72,9 +61,34 @@ def read_huggingface(path: Path) -> Model:
         notes=notes,
         facts={"kind": "huggingface", "model_type": model_type, "files": len(regions), "config": config},
         regions=list(regions),
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_in(path, arch.family),
+        special_ids=known_special_ids(config, arch.padded_vocab_size),
         padding=padding,
     )
+
+
+def tokenizer_in(path: Path, family: str) -> dict[str, str]:
+    """The tokenizer of a folder, by Megatron's type name and its files."""
+    there = {
+        name: str(path / name)
+        for name in ("vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer.model")
+        if (path / name).is_file()
+    }
+    settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+    if family == "bert" and "vocab.txt" in there:
+        cased = settings.get("do_lower_case") is False
+        return {
+            "tokenizer_type": "BertWordPieceCase" if cased else "BertWordPieceLowerCase",
+            "vocab_file": there["vocab.txt"],
+        }
+    byte_level = settings.get("tokenizer_class") in (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+    if byte_level and {"vocab.json", "merges.txt"} <= there.keys():
+        files = {"vocab_file": there["vocab.json"], "merge_file": there["merges.txt"]}
+        return {"tokenizer_type": "GPT2BPETokenizer", **files}
+    for name, kind in (("tokenizer.json", "HuggingFaceTokenizer"), ("tokenizer.model", "Llama2Tokenizer")):
+        if name in there:
+            return {"tokenizer_type": kind, "tokenizer_model": there[name]}
+    return {}
 
 
 def _untied(arch: Architecture, tensors: dict[str, Tensor]) -> Architecture:

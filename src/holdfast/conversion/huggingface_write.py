@@ -34,12 +34,13 @@ def plan_huggingface(
             tensor = tensor.rows(0, size)
         trimmed[name] = tensor if dtype is None else tensor.cast(dtype)
     written = next(iter(trimmed.values())).dtype
-    end_of_text = tokenizer.end_of_text if tokenizer else 50256 if size == 50257 else None
-    model_type, config, notes = describe_for_huggingface(arch, written, end_of_text)
+    special_ids = special_ids_of(model, tokenizer)
+    model_type, config, notes = describe_for_huggingface(arch, written, special_ids)
     weights = to_huggingface(model_type, arch, trimmed)
-    generation: dict[str, Any] = {"_from_model_config": True}
-    if end_of_text is not None:
-        generation |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+    generation: dict[str, Any] = {"_from_model_config": True, **special_ids}
+    end = special_ids.get("eos_token_id")
+    if end is not None:
+        generation["pad_token_id"] = end[0] if isinstance(end, list) else end
     files = [PlannedFile("config.json", content=to_json(config))]
     if arch.family == "gpt":
         files.append(PlannedFile("generation_config.json", content=to_json(generation)))
@@ -58,6 +59,17 @@ def plan_huggingface(
     if model.facts.get("optimizer"):
         notes.append("optimizer state left behind: a Hugging Face folder has no place for it")
     return Plan(files, notes)
+
+
+def special_ids_of(model: Model, tokenizer: TokenizerFiles | None) -> dict[str, int | list[int]]:
+    """bos_token_id and eos_token_id: as the source has them, else those of the tokenizer, else GPT-2's for its vocabulary."""
+    if tokenizer is not None:
+        known = {"bos_token_id": tokenizer.begin_of_text, "eos_token_id": tokenizer.end_of_text}
+    else:
+        known = dict.fromkeys(
+            ("bos_token_id", "eos_token_id"), 50256 if model.architecture.vocabulary() == 50257 else None
+        )
+    return {**{name: number for name, number in known.items() if number is not None}, **model.special_ids}
 
 
 def shard_bytes(text: str) -> int:

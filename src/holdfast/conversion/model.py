@@ -82,6 +82,8 @@ class Model:
     regions: list[Mapped] = field(default_factory=list)
     tokenizer: dict[str, str] = field(default_factory=dict)
     """tokenizer_type, vocab_file, merge_file, tokenizer_model as far as the source names them; digest, if it carries its own."""
+    special_ids: dict[str, int | list[int]] = field(default_factory=dict)
+    """bos_token_id and eos_token_id as far as the source says them."""
     padding: dict[str, Tensor] = field(default_factory=dict)
     """Rows that Megatron's padding had, from the side file of an earlier conversion."""
 
@@ -162,8 +164,8 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:3]) + rest
 
 
-def with_vocabulary(model: Model, true_size: int | None, said_by: str) -> Model:
-    """The model with its true vocabulary size set, refused if it contradicts what is known."""
+def with_vocabulary(model: Model, true_size: int | None, said_by: str, override: bool = False) -> Model:
+    """The model with its true vocabulary size set, refused if it contradicts what is known (`override`: only the rows count)."""
     arch = model.architecture
     if true_size is None:
         return model
@@ -172,12 +174,26 @@ def with_vocabulary(model: Model, true_size: int | None, said_by: str) -> Model:
             f"{said_by} says {true_size} tokens, but the embedding has only {arch.padded_vocab_size} rows: "
             "this tokenizer does not belong to this model"
         )
-    if arch.true_vocab_size not in (None, true_size):
+    if arch.true_vocab_size not in (None, true_size) and not override:
         raise HoldfastError(
             f"{said_by} says {true_size} tokens, but the model was made for {arch.true_vocab_size}: "
             "this tokenizer does not belong to this model"
         )
     return replace(model, architecture=replace(arch, true_vocab_size=true_size))
+
+
+def known_special_ids(stated: Mapping[str, Any], size: int) -> dict[str, int | list[int]]:
+    """bos_token_id and eos_token_id of a configuration (the latter may be several), where they are ids of the vocabulary."""
+
+    def valid(value: Any) -> bool:
+        return type(value) is int and 0 <= value < size
+
+    found: dict[str, int | list[int]] = {}
+    for name in ("bos_token_id", "eos_token_id"):
+        value = stated.get(name)
+        if valid(value) or (isinstance(value, list) and 0 < len(value) <= 100 and all(map(valid, value))):
+            found[name] = value  # type: ignore[assignment]
+    return found
 
 
 def padded_size(true_size: int, multiple: int) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from holdfast.config import TokenizerType
 from holdfast.flags import positional
 
 Target = Literal["hf", "megatron", "holdfast"]
@@ -34,9 +35,11 @@ class Options:
     merge_file: str | None = None
     """merges.txt (GPT-2)."""
     tokenizer_model: str | None = None
-    """tokenizer.json or its folder, instead of the two above."""
+    """tokenizer.json or its folder, a SentencePiece model or a tiktoken file, instead of the two above."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of the tokenizer. Unset: that of the source, or what its files show."""
     true_vocab_size: int | None = None
-    """Number of tokens without padding, where no tokenizer gives it."""
+    """Number of tokens without padding, where no tokenizer gives it, or a run has more rows than its tokenizer."""
     num_attention_heads: int | None = None
     """Heads, for Megatron files without args."""
     checkpoint_version: float | None = None

@@ -4,16 +4,25 @@ The invariant: transformers gives the ids that training saw; nothing is download
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from holdfast.assets.fetching import resolve
-from holdfast.errors import HoldfastError
-from holdfast.tokenizers.recipe import END_OF_TEXT, read_recipe
+from holdfast.tokenizers.folder import FILE_KEYS, recipe_of
+from holdfast.tokenizers.recipe import END_OF_TEXT, read_recipe, source_files
 
+# The types that go with --tokenizer-model and with --vocab-file, the likeliest first.
+BY_MODEL = (
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
+BY_VOCABULARY = {"gpt": ("GPT2BPETokenizer",), "bert": ("BertWordPieceLowerCase", "BertWordPieceCase")}
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -21,31 +30,52 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 class TokenizerFiles:
     size: int
     source: str
+    names: dict[str, str]
+    """tokenizer_type, vocab_file, merge_file, tokenizer_model as far as it has them; files as paths."""
     files: dict[str, bytes] = field(default_factory=dict)
+    """What goes into a Hugging Face folder."""
+    begin_of_text: int | None = None
     end_of_text: int | None = None
+    notes: list[str] = field(default_factory=list)
 
 
-def read_tokenizer(
-    vocab_file: str | None,
-    merge_file: str | None,
-    tokenizer_model: str | None,
-    family: str,
-    lower_case: bool,
-    positions: int,
-) -> TokenizerFiles | None:
-    """The files to write for the tokenizer that the flags or the run name (paths, or names of the catalog); None for none."""
-    if vocab_file is not None and family == "bert":
-        return _word_piece(resolve(vocab_file, "vocab"), lower_case, positions)
-    if vocab_file is not None:
-        if merge_file is None:
-            raise HoldfastError(f"{vocab_file} needs its merges: give --merge-file")
-        return _byte_level(resolve(vocab_file, "vocab"), resolve(merge_file, "merges"), positions)
-    if tokenizer_model is not None:
-        return _ready_made(resolve(tokenizer_model), positions)
-    return None
+def choose_tokenizer(source: Mapping[str, str], family: str, **given: str | None) -> dict[str, str]:
+    """The names of the tokenizer: what the user gave, else what the source names. Empty if neither names a file.
+
+    The type is that of the user or the source where it goes with the files, else what the files show.
+    """
+    flags = {key: value for key, value in given.items() if value is not None}
+    wanted = flags.pop("tokenizer_type", None)
+    files = flags or {key: source[key] for key in FILE_KEYS if key in source}
+    if not files:
+        return {}
+    fits = BY_MODEL if "vocab_file" not in files else BY_VOCABULARY[family]
+    named = source.get("tokenizer_type", "")
+    return {**files, "tokenizer_type": wanted or (named if named in fits else _type_of_files(files, fits))}
 
 
-def _byte_level(vocab: Path, merges: Path, positions: int) -> TokenizerFiles:
+def _type_of_files(files: Mapping[str, str], fits: tuple[str, ...]) -> str:
+    if "vocab_file" in files or Path(files.get("tokenizer_model", "")).is_dir():
+        return fits[0]
+    endings = {".model": "SentencePieceTokenizer", ".tiktoken": "TikTokenizer"}
+    return endings.get(Path(files.get("tokenizer_model", "")).suffix, fits[0])
+
+
+def read_tokenizer(names: Mapping[str, str], positions: int) -> TokenizerFiles:
+    """The files to write for a tokenizer (paths, or names of the catalog)."""
+    kind = names["tokenizer_type"]
+    paths = {key: path for key, (_, path) in source_files(kind, *(names.get(key) for key in FILE_KEYS)).items()}
+    found = {"tokenizer_type": kind, **{key: str(path) for key, path in paths.items() if key in FILE_KEYS}}
+    if kind == "GPT2BPETokenizer":
+        return _byte_level(found, paths["vocab_file"], paths["merge_file"], positions)
+    if kind in BY_VOCABULARY["bert"]:
+        return _word_piece(found, paths["vocab_file"], kind == "BertWordPieceLowerCase", positions)
+    if kind == "HuggingFaceTokenizer":
+        return _ready_made(found, paths["tokenizer_model"], positions)
+    return _copied(found, paths["tokenizer_model"])
+
+
+def _byte_level(names: dict[str, str], vocab: Path, merges: Path, positions: int) -> TokenizerFiles:
     recipe = read_recipe("GPT2BPETokenizer", vocab, merges)
     config = {
         "tokenizer_class": "GPT2Tokenizer",
@@ -60,10 +90,10 @@ def _byte_level(vocab: Path, merges: Path, positions: int) -> TokenizerFiles:
         "tokenizer.json": recipe.definition.encode(),
         "tokenizer_config.json": to_json(config),
     }
-    return TokenizerFiles(recipe.vocab_size, str(vocab), files, recipe.eod)
+    return TokenizerFiles(recipe.vocab_size, str(vocab), names, files, recipe.bos, recipe.eod)
 
 
-def _word_piece(vocab: Path, lower_case: bool, positions: int) -> TokenizerFiles:
+def _word_piece(names: dict[str, str], vocab: Path, lower_case: bool, positions: int) -> TokenizerFiles:
     recipe = read_recipe("BertWordPieceLowerCase" if lower_case else "BertWordPieceCase", vocab)
     definition = orjson.loads(recipe.definition)
     # Training adds [CLS] and [SEP] to its samples itself; a user of transformers expects the tokenizer to.
@@ -93,7 +123,7 @@ def _word_piece(vocab: Path, lower_case: bool, positions: int) -> TokenizerFiles
         "tokenizer.json": orjson.dumps({**definition, "post_processor": template}),
         "tokenizer_config.json": to_json(config),
     }
-    return TokenizerFiles(recipe.vocab_size, str(vocab), files)
+    return TokenizerFiles(recipe.vocab_size, str(vocab), names, files)
 
 
 def _special(name: str, kind: int) -> dict[str, Any]:
@@ -104,17 +134,23 @@ def _sequence(name: str, kind: int) -> dict[str, Any]:
     return {"Sequence": {"id": name, "type_id": kind}}
 
 
-def _ready_made(path: Path, positions: int) -> TokenizerFiles:
-    """A tokenizer.json, or a folder with one: taken over as it is, with its own configuration."""
-    main = path / "tokenizer.json" if path.is_dir() else path
-    if main.suffix != ".json":
-        raise HoldfastError(f"{main} is not a tokenizer.json; convert SentencePiece and tiktoken models to one first")
+def _ready_made(names: dict[str, str], main: Path, positions: int) -> TokenizerFiles:
+    """A tokenizer.json is copied as it is, with its own configuration."""
     recipe = read_recipe("HuggingFaceTokenizer", tokenizer_model=main)
-    names = ("tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
-    files = {name: (main.parent / name).read_bytes() for name in names if (main.parent / name).is_file()}
+    beside = ("tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+    files = {name: (main.parent / name).read_bytes() for name in beside if (main.parent / name).is_file()}
     default = to_json({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions})
     files = {"tokenizer_config.json": default, **files, "tokenizer.json": main.read_bytes()}
-    return TokenizerFiles(recipe.vocab_size, str(main), files, recipe.eod)
+    return TokenizerFiles(recipe.vocab_size, str(main), names, files, recipe.bos, recipe.eod)
+
+
+def _copied(names: dict[str, str], model: Path) -> TokenizerFiles:
+    """SentencePiece and tiktoken models: no tokenizer.json is made of them, whose ids might differ."""
+    recipe = recipe_of(names)
+    stored = model.name if recipe.family == "tiktoken" else "tokenizer.model"
+    note = f"{stored} is copied as it is; transformers needs a tokenizer.json made of it to give the same ids"
+    files = {stored: model.read_bytes()}
+    return TokenizerFiles(recipe.vocab_size, str(model), names, files, recipe.bos, recipe.eod, [note])
 
 
 def to_json(value: Any) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from holdfast.config import TokenizerType
 from holdfast.errors import UsageError
 from holdfast.flags import positional
 
@@ -21,10 +22,15 @@ class GenerateOptions:
       echo "import os" | holdfast generate runs/first --prompt-file - --temperature 0 --json
     """
 
-    HEADINGS: ClassVar[dict[str, str]] = {"prompt": "input and output", "temperature": "sampling", "compile": "speed"}
+    HEADINGS: ClassVar[dict[str, str]] = {
+        "prompt": "input and output",
+        "temperature": "sampling",
+        "vocab_file": "tokenizer",
+        "compile": "speed",
+    }
 
     model: str = field(metadata=positional())
-    """Hugging Face folder, run folder, or checkpoint (step-...) folder."""
+    """Hugging Face folder, run folder, checkpoint (step-...) folder, or Megatron checkpoint."""
     prompt: tuple[str, ...] = ()
     """Text to continue; several prompts may be given."""
     prompt_file: Path | None = None
@@ -43,6 +49,14 @@ class GenerateOptions:
     """Draw from the likeliest tokens that together reach this probability; 1 draws from all."""
     seed: int = 1234
     """The same seed gives the same text, whatever else is in the batch."""
+    vocab_file: str | None = None
+    """vocab.json of the model's tokenizer, for a model that names none (Megatron's), or a catalog name such as gpt2."""
+    merge_file: str | None = None
+    """merges.txt of the tokenizer."""
+    tokenizer_model: str | None = None
+    """tokenizer.json or its folder, a SentencePiece model or a tiktoken file, instead of the two above."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of the tokenizer. Unset: that of the model, or what its files show."""
     compile: bool = False
     """Compile the layers first; saves time for long or many texts."""
 
@@ -55,6 +69,7 @@ def generate_command(options: GenerateOptions) -> None:
     if not prompts:
         raise UsageError('give --prompt "..." or --prompt-file FILE')
     from holdfast.generation.engine import generate
+    from holdfast.tokenizers.folder import KEYS
 
     completions = generate(
         options.model,
@@ -66,6 +81,7 @@ def generate_command(options: GenerateOptions) -> None:
         top_p=options.top_p,
         seed=options.seed,
         compile=options.compile,
+        tokenizer={key: getattr(options, key) for key in KEYS},
     )
     if options.json:
         keys = [

@@ -1,6 +1,6 @@
 """Generation, from prompts as text to completions as text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,16 +40,18 @@ def generate(
     top_p: float = 1.0,
     seed: int = 1234,
     compile: bool = False,
+    tokenizer: Mapping[str, str | None] | None = None,
 ) -> list[Completion]:
     """Completions of each prompt, in order, from a Hugging Face folder, a run, a checkpoint, or a model already loaded.
 
-    `compile` compiles the layers first, which pays off for long or many texts.
+    `compile` compiles the layers first, which pays off for long or many texts. `tokenizer` has the keys vocab_file, merge_file,
+    tokenizer_model and tokenizer_type, for a model that names no tokenizer.
     """
     sampling = Sampling(temperature, top_k, top_p)
     for name, value in {"max_new_tokens": max_new_tokens, "num_return_sequences": num_return_sequences}.items():
         if value < 1:
             raise UsageError(f"{name} {value}: give 1 or more")
-    loaded = model if isinstance(model, Loaded) else load_model(model)
+    loaded = model if isinstance(model, Loaded) else load_model(model, tokenizer=tokenizer)
     if compile:
         loaded.compile()
     texts = [prompts] if isinstance(prompts, str) else list(prompts)

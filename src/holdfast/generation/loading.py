@@ -1,5 +1,6 @@
 """A model to generate with, from whatever holds one: a run, a checkpoint, a Hugging Face folder, a Megatron checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +10,12 @@ from holdfast.conversion.holdfast_checkpoint import config_for
 from holdfast.conversion.model import Model
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.tensors import Tensor
+from holdfast.conversion.tokenizer_files import choose_tokenizer
 from holdfast.errors import HoldfastError
 from holdfast.models.gpt import GPT
 from holdfast.system.cpu_features import avoid_amx_traps
-from holdfast.tokenizers import Tokenizer, build_tokenizer
+from holdfast.tokenizers import Tokenizer
+from holdfast.tokenizers.folder import describe, recipe_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,16 @@ class Loaded:
             layer.compile(dynamic=False)
 
 
-def load_model(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Loaded:
-    """On CUDA in bf16 where there is one, otherwise on the CPU in fp32."""
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    tokenizer: Mapping[str, str | None] | None = None,
+) -> Loaded:
+    """On CUDA in bf16 where there is one, otherwise on the CPU in fp32.
+
+    `tokenizer`: vocab_file, merge_file, tokenizer_model and tokenizer_type, for a model that names none.
+    """
     source = read_model(Path(path))
     if source.architecture.family != "gpt":
         raise HoldfastError(
@@ -45,11 +56,11 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None, device: torch
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
         avoid_amx_traps()
     arch = source.architecture
-    tokenizer = _tokenizer(source, Path(path))
+    chosen = _tokenizer(source, Path(path), tokenizer or {})
     with torch.device("meta"):
         model = GPT(
-            config_for(arch, source).model,
-            vocab_size=min(arch.true_vocab_size or arch.padded_vocab_size, tokenizer.vocab_size),
+            config_for(arch).model,
+            vocab_size=min(arch.true_vocab_size or arch.padded_vocab_size, chosen.vocab_size),
             padded_vocab_size=arch.padded_vocab_size,
             max_positions=arch.max_position_embeddings,
             dtype=dtype,
@@ -58,7 +69,7 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None, device: torch
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_read(source.tensors[name]))
-    return Loaded(model.to(dtype).eval(), tokenizer, arch.max_position_embeddings)
+    return Loaded(model.to(dtype).eval(), chosen, arch.max_position_embeddings)
 
 
 def _read(tensor: Tensor) -> torch.Tensor:
@@ -66,15 +77,24 @@ def _read(tensor: Tensor) -> torch.Tensor:
     return torch.from_numpy(bits.view("<f4").reshape(tensor.shape).copy())
 
 
-def _tokenizer(source: Model, path: Path) -> Tokenizer:
-    files = source.tokenizer
-    if "tokenizer_model" in files and "vocab_file" not in files:
-        return build_tokenizer(
-            files.get("tokenizer_type", "HuggingFaceTokenizer"), None, None, files["tokenizer_model"]
-        )
-    if "vocab_file" not in files:
+def _tokenizer(source: Model, path: Path, given: Mapping[str, str | None]) -> Tokenizer:
+    """The tokenizer that the user gives or the model names, if it belongs to the model."""
+    names = choose_tokenizer(source.tokenizer, source.architecture.family, **given)
+    if not names:
         raise HoldfastError(
-            f"{path} names no tokenizer; put vocab.json and merges.txt, or tokenizer.json, beside the model"
+            f"{path} names no tokenizer: give --vocab-file and --merge-file, or --tokenizer-model (and --tokenizer-type)"
         )
-    kind = files.get("tokenizer_type", "GPT2BPETokenizer")
-    return build_tokenizer(kind, files["vocab_file"], files.get("merge_file"), files.get("tokenizer_model"))
+    tokenizer = Tokenizer(recipe_of(names))
+    rows = source.architecture.true_vocab_size or source.architecture.padded_vocab_size
+    if tokenizer.vocab_size > rows:
+        raise HoldfastError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model in {path} only {rows:,}: it is not the "
+            "tokenizer of this model"
+        )
+    own = source.tokenizer.get("digest", tokenizer.recipe.digest)
+    if tokenizer.recipe.digest != own:
+        raise HoldfastError(
+            f"{describe(tokenizer.recipe)} is not the tokenizer that {path} was trained with (digest {own[:12]}); "
+            "leave out the flags that name it"
+        )
+    return tokenizer

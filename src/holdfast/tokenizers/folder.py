@@ -50,6 +50,11 @@ def folder_contents(names: Mapping[str, str], sources: Mapping[str, str] | None 
     return {**contents, RECIPE_FILE: orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n"}
 
 
+def folder_names(contents: Mapping[str, bytes], folder: Path) -> dict[str, str]:
+    """The names (KEYS) of the tokenizer of these contents, once they are in the folder."""
+    return _names(orjson.loads(contents[RECIPE_FILE]), folder)
+
+
 def read_folder(folder: Path) -> TokenizerFolder | None:
     """The tokenizer in a folder; None if it has no recipe.json of ours. Raises if its files are not those that were stored."""
     path = folder / RECIPE_FILE
@@ -61,10 +66,7 @@ def read_folder(folder: Path) -> TokenizerFolder | None:
         raise HoldfastError(f"{path} is not JSON: {error}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         return None
-    names = {"tokenizer_type": str(record.get("tokenizer_type"))}
-    for key in FILE_KEYS:
-        if isinstance(record.get(key), str):
-            names[key] = str(folder / Path(record[key]).name)  # never a path out of the folder
+    names = _names(record, folder)
     recipe = recipe_of(names)
     if recipe.digest != record.get("digest_sha256"):
         raise HoldfastError(
@@ -73,6 +75,14 @@ def read_folder(folder: Path) -> TokenizerFolder | None:
         )
     sources = record.get("sources")
     return TokenizerFolder(folder, names, dict(sources) if isinstance(sources, dict) else {}, recipe)
+
+
+def _names(record: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    names = {"tokenizer_type": str(record.get("tokenizer_type"))}
+    for key in FILE_KEYS:
+        if isinstance(record.get(key), str):
+            names[key] = str(folder / Path(record[key]).name)  # never a path out of the folder
+    return names
 
 
 def recipe_of(names: Mapping[str, str]) -> Recipe:

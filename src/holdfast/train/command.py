@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from holdfast import flags
@@ -74,7 +75,12 @@ def train_command(options: TrainOptions) -> None:
         print(dumps({"ranks": layout.world, "description": description}) if options.json else description)
         return
     check_data(config, options.force)
+    from holdfast.conversion.for_training import loads_other_format, with_converted_load
+
+    converts = loads_other_format(config)
     config = open_run_folder(config)
+    if converts:
+        config = with_converted_load(config)
     from holdfast.train.result import print_result
     from holdfast.train.supervisor import start_ranks
 
@@ -105,7 +111,11 @@ def worker_main() -> None:
     given = supervised or options.vocab_size_given
     config, _ = resolve(options.config, int(os.environ.get("WORLD_SIZE", "1")), given)
     if os.environ.get("RANK", "0") == "0" and not supervised:
+        from holdfast.conversion.for_training import loads_other_format, refuse
+
         check_data(config, options.force)
+        if loads_other_format(config):
+            refuse(Path(str(config.train.load)))
         config = open_run_folder(config)
     try:
         run_worker(config)

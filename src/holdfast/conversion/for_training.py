@@ -1,0 +1,74 @@
+"""`train --load` of a checkpoint in another format: converted once into the run folder, then loaded like any other.
+
+RUN/loaded/NAME-HASH/      the converted checkpoint; it may be deleted once the run has a checkpoint of its own
+"""
+
+import hashlib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NoReturn
+
+from holdfast.config import Config, ModelConfig
+from holdfast.conversion.converting import convert
+from holdfast.conversion.holdfast_checkpoint import config_for
+from holdfast.conversion.sources import kind_of, read_model
+from holdfast.errors import HoldfastError
+from holdfast.progress import say
+
+# Keys of the model that do not decide what the weights compute.
+FREE = ("hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by")
+
+
+def loads_other_format(config: Config) -> bool:
+    """Whether --load names a Megatron or Hugging Face checkpoint that this run still has to start from.
+
+    Refuses one that does not fit the configuration, before anything is written.
+    """
+    load, save = config.train.load, config.train.save
+    if load is None or (save is not None and Path(save, "checkpoints", "latest").is_file()):
+        return False
+    source = Path(load)
+    if kind_of(source) in (None, "holdfast"):
+        return False
+    if save is None or config.parallel.nnodes > 1:
+        refuse(source)
+    arch = read_model(source).architecture
+    check_same_function(config.model, config_for(arch).model, source)
+    return True
+
+
+def refuse(source: Path) -> NoReturn:
+    """For a start that cannot convert: without a run folder, on several nodes, under torchrun."""
+    target = f"{source.stem}-holdfast"
+    raise HoldfastError(
+        f"{source} is not a checkpoint of Holdfast; convert it first with `holdfast convert {source} {target} --to holdfast`, "
+        f"then give --load {target} --finetune"
+    )
+
+
+def with_converted_load(config: Config) -> Config:
+    """The configuration that loads the converted checkpoint: its weights, from step 0, with a fresh optimizer."""
+    assert config.train.load is not None and config.train.save is not None
+    source = Path(config.train.load)
+    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
+    target = Path(config.train.save, "loaded", f"{source.resolve().stem}-{digest}")
+    if not target.exists():
+        say(f"converting {source} into {target}")
+        unknown = read_model(source).architecture.true_vocab_size is None
+        convert(source, target, "holdfast", true_vocab_size=config.model.vocab_size if unknown else None)
+    return replace(config, train=replace(config.train, load=str(target), finetune=True))
+
+
+def check_same_function(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
+    """Refuses a configuration under which the loaded weights would compute something else."""
+    free = {*FREE, *(("max_position_embeddings",) if ours.position_embedding_type == "rope" else ())}
+    if ours.model_type == "gpt":
+        free |= {"bert_variant", "bert_no_binary_head"}
+    pairs = {one.name: (getattr(theirs, one.name), getattr(ours, one.name)) for one in fields(ModelConfig)}
+    differing = [
+        f"{name} is {there!r} there and {here!r} here"
+        for name, (there, here) in pairs.items()
+        if name not in free and None not in (there, here) and there != here
+    ]
+    if differing:
+        raise HoldfastError(f"{source} holds another model than the configuration: {'; '.join(differing)}")
