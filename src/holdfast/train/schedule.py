@@ -117,7 +117,7 @@ def schedule_of(config: Config, batches: Batches) -> Schedule:
     if options.lr_warmup_fraction is not None:
         warmup = options.lr_warmup_fraction * decay
     if warmup >= decay and options.lr_decay_style not in ("constant", "inverse-square-root"):
-        raise HoldfastError(f"the warm-up ({warmup:.0f} samples) is not shorter than the decay ({decay:.0f} samples)")
+        raise HoldfastError(_warmup_problem(config, warmup, decay, full))
     wsd = (options.lr_wsd_decay_iters or 0) * full
     return Schedule(
         options.lr_decay_style,
@@ -128,4 +128,23 @@ def schedule_of(config: Config, batches: Batches) -> Schedule:
         wsd,
         options.lr_wsd_decay_style,
         options.lr_poly_power,
+    )
+
+
+def _warmup_problem(config: Config, warmup: float, decay: float, batch: int) -> str:
+    """Names the key that set the warm-up, the key that set the decay, and the flag to change."""
+    options, train = config.optimizer, config.train
+    in_samples = train.train_samples is not None
+    if options.lr_warmup_fraction is not None:
+        key, value, limit = "lr_warmup_fraction", options.lr_warmup_fraction, "1"
+    elif in_samples and options.lr_warmup_samples:
+        key, value, limit = "lr_warmup_samples", options.lr_warmup_samples, f"{decay:.0f}"
+    else:
+        key, value, limit = "lr_warmup_iters", options.lr_warmup_iters, f"{math.ceil(decay / batch)}"
+    unit = "samples" if in_samples else "iters"
+    decay_key = f"lr_decay_{unit}" if getattr(options, f"lr_decay_{unit}") else f"train_{unit}"
+    decay_value = getattr(options if decay_key.startswith("lr") else train, decay_key)
+    return (
+        f"the warm-up, {key} = {value} ({warmup:.0f} samples), is not shorter than the decay, {decay_key} = {decay_value} "
+        f"({decay:.0f} samples): set --{key.replace('_', '-')} below {limit}"
     )
