@@ -42,9 +42,9 @@ class Journal:
 
 
 class PatientJournal(Journal):
-    """A journal that a full disk does not stop: its records wait in memory, the newest of them, until there is room again.
+    """A journal that a full or read-only disk does not stop: the newest records wait in memory until a write succeeds.
 
-    For whoever must not die of what it has to tell: trainers and keepers.
+    For processes that must not end because of their log: trainers and keepers.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -53,31 +53,31 @@ class PatientJournal(Journal):
         self._torn = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        told = bool(self._waiting)
+        reported = bool(self._waiting)
         self._waiting.append(_line(record))
-        if not self._write_waiting() and not told:
-            say(f"{self.path}: the disk is full; what happens is kept in memory until there is room")
+        error = self._write_waiting()
+        if error is not None and not reported:
+            say(f"warning: cannot write {self.path}: {error}; records are kept in memory until it can be written")
 
     def close(self) -> None:
         self._write_waiting()
         super().close()
 
-    def _write_waiting(self) -> bool:
+    def _write_waiting(self) -> str | None:
+        """Writes what waits; the reason, in words, if something still waits afterwards."""
         while self._waiting:
             line = b"\n" * self._torn + self._waiting[0]
             try:
                 written = os.write(self._descriptor, line)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    return False
-                raise
+                return error.strerror or str(error)
             if written < len(line):
                 # The disk became full in the middle: the line is written again, on a line of its own.
                 self._torn = self._torn or written > 0
-                return False
+                return os.strerror(errno.ENOSPC)
             self._torn = False
             self._waiting.popleft()
-        return True
+        return None
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

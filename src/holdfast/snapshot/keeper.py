@@ -21,6 +21,7 @@ from holdfast.errors import HoldfastError
 from holdfast.journal import PatientJournal
 from holdfast.snapshot.arena import Arena, DamagedError
 from holdfast.snapshot.desk import FINISHED, RUNNING, STOPPED, Desk
+from holdfast.snapshot.failed_saves import clear_failed_save, record_failed_save
 from holdfast.snapshot.job import INVITED, Job
 from holdfast.snapshot.partners import Partners
 from holdfast.snapshot.persisting import (
@@ -187,10 +188,12 @@ class Keeper:
                 self._do(job, arenas)
             except (HoldfastError, OSError) as error:
                 job.tries += 1
-                job.not_before = time.monotonic() + min(60.0, RETRY_SECONDS * job.tries)
+                retry_seconds = min(60.0, RETRY_SECONDS * job.tries)
+                job.not_before = time.monotonic() + retry_seconds
                 job.trouble = str(error)
                 job.ask_anew()
                 self.journal.event("refused", reason=str(error), step=job.step, tries=job.tries)
+                record_failed_save(self.place, job.step, str(error), retry_seconds)
                 print(f"{job.reason}: {error}; memory is kept, trying again", flush=True)
                 if job.answers:
                     self._finish(job, None, str(error))
@@ -281,6 +284,7 @@ class Keeper:
             if not keep:
                 for found in slots:
                     found.arena.pin(found.index, False)
+        clear_failed_save(self.place)
         if arenas[0].rank == 0:  # one word per checkpoint, however many nodes wrote it
             seconds = round(time.perf_counter() - begin, 4)
             size = sum(file.stat().st_size for file in path.iterdir())

@@ -7,7 +7,7 @@
         snapshots.commit()                  # the last snapshot is whole before anything changes the state
         optimizer.step(); step += 1
         snapshots.take(step)                # returns at once; copies while the next step computes
-    snapshots.close()
+    snapshots.close()                       # the last step is a checkpoint in runs/my-run afterwards
 
 The invariants: a slot is overwritten only when it does not hold the newest step that every rank has; so a crash at any
 instant leaves one common, whole step. The order take → commit → optimizer.step is enforced: a step during a copy raises.
@@ -35,6 +35,7 @@ from holdfast.journal import PatientJournal
 from holdfast.progress import say
 from holdfast.snapshot.copying import Copy
 from holdfast.snapshot.desk import FINISHED, STOPPED, Desk, desk_name
+from holdfast.snapshot.failed_saves import FailedSaveReport
 from holdfast.snapshot.holder import Holder
 from holdfast.snapshot.place import MEMORY, Place, keeper_alive, open_private, remove_stale, write_json
 from holdfast.snapshot.quarantine import Quarantine
@@ -46,7 +47,7 @@ from holdfast.snapshot.wishes import SAVE, STOP, Wishes
 
 KEEPER_CHECK_SECONDS = 2.0
 MOVE_IN_SECONDS = 10.0
-CLOSE_SECONDS = 600.0
+CLOSE_SECONDS, ANNOUNCE_SECONDS = 600.0, 5.0
 LARGE_SMALL_STATE = 16 << 20
 SAVING, PLANNING = "save", "plan"
 
@@ -100,11 +101,12 @@ class Snapshots:
         self._copy: Copy | None = None
         self._committed: int | None = None
         self._candidate: int | None = None
-        self._ready, self._sequence, self._step = -1, 0, 0
+        self._ready, self._sequence, self._step, self._saved = -1, 0, 0, 0
         self._stop_agreed = self._save_waits = self._save_wished = False
         self._plan_heard = self._skipping = False
         self._takes_unasked = 0
         self._last_keeper_check = 0.0
+        self._failed_saves = FailedSaveReport(self.place)
         self.quarantine = Quarantine(self.folder)
         self._move_in()
         self._holder = Holder(self.state, self.team, self.place, mode, self.desk)
@@ -196,6 +198,7 @@ class Snapshots:
             self.event("refused", reason=str(error))
             raise
         self._step = found.step
+        self._saved = 0 if found.in_place else found.step  # what came from disk is there
         self._committed = found.step if found.in_place else None
         self._sequence = found.sequence
         self._holder.adopt(found.arena)
@@ -252,6 +255,7 @@ class Snapshots:
 
         While an earlier save is still being written the request waits: the newest step is saved as soon as that one is done.
         """
+        self._saved = step
         self._finish_copy()
         self._meet(SAVING)
         self._hold(step)
@@ -312,15 +316,23 @@ class Snapshots:
             self.quarantine.count()
 
     def close(self) -> None:
-        """Ends the snapshots of a finished or stopped run. Saves asked for are on disk before the keeper frees the memory."""
+        """Ends the snapshots of a finished or stopped run. Collective.
+
+        The last step is on disk before the keeper frees the memory. In the `finally` of a loop that an exception ends, the keeper
+        writes the newest step that is whole, as after a stop.
+        """
         self._finish_copy()
-        while self._save_waits and all(self.team.gather(keeper_alive(self.place))):
+        stopped = self._stop_agreed or sys.exception() is not None
+        if self._step not in (0, self._saved) and not stopped:
+            self._save_last()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._save_waits and all(self.team.gather(keeper_alive(self.place) and time.monotonic() < deadline)):
             time.sleep(0.05)
+            self._look_after_keeper()
             # A rank that had no slot for the last step would wait for ever for the others to hold what it holds.
             if not self._holder.pinned():
                 self._hold(self._step)
             self._save_newest()
-        stopped = self._stop_agreed
         self._holder.close()
         self.desk["status"] = STOPPED if stopped else FINISHED
         self.desk.beat(6)
@@ -332,13 +344,26 @@ class Snapshots:
         if self.team.first_here and not stopped:
             self._wait_for_keeper()
 
+    def _save_last(self) -> None:
+        try:
+            self.save(self._step)
+        except HoldfastError as error:
+            say(f"warning: step {self._step} is not on disk: {error}")
+
     def _wait_for_keeper(self) -> None:
         """Until what was asked to be saved is on disk. A disk that stays full must not hold the job for ever: memory is kept."""
-        deadline = time.monotonic() + CLOSE_SECONDS
+        began = time.monotonic()
+        announced = False
         while self.place.path.exists() and keeper_alive(self.place):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            self._failed_saves.update()
+            if waited > ANNOUNCE_SECONDS and not announced:
+                announced = True
+                say(f"waiting up to {CLOSE_SECONDS:.0f} s until step {self._step} is on disk")
+            if waited > CLOSE_SECONDS:
                 say(
-                    f"the keeper is still writing to {self.folder}; it goes on by itself (see {self.place.path}/keeper.log)"
+                    f"step {self._step} is not on disk yet; the keeper holds it in memory and tries again (see "
+                    f"{self.place.path}/keeper.log)"
                 )
                 return
             time.sleep(0.02)
@@ -441,6 +466,7 @@ class Snapshots:
         now = time.monotonic()
         if self.team.first_here and now - self._last_keeper_check > KEEPER_CHECK_SECONDS:
             self._last_keeper_check = now
+            self._failed_saves.update()
             if not keeper_alive(self.place):
                 start_keeper(self.place)
 
