@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TextIO
 
 PLAIN_LINE_SECONDS = 10.0
 
@@ -30,11 +30,21 @@ def this_process_speaks() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("SLURM_LOCALID", "0") == "0"
 
 
-def say(message: str) -> None:
-    """A line for the person, on stderr. A log on a full disk is no reason to end the work that is told of."""
+_copies: list[TextIO] = []
+
+
+def copy_lines_to(stream: TextIO) -> None:
+    """For a process whose stderr is redirected to a log: what `say` prints goes to this stream too, the user's terminal."""
+    _copies.append(stream)
+
+
+def say(message: str, *, short: str | None = None) -> None:
+    """Prints a line on stderr; a terminal gets `short` where it is given. Ignores write errors: a full log disk must not
+    stop the job."""
     if this_process_speaks():
-        with contextlib.suppress(OSError):
-            print(message, file=sys.stderr, flush=True)
+        for stream in (sys.stderr, *_copies):
+            with contextlib.suppress(OSError):
+                print(short if short is not None and stream.isatty() else message, file=stream, flush=True)
 
 
 def count_of(number: int, noun: str) -> str:

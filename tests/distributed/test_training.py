@@ -171,5 +171,8 @@ def test_a_failing_rank_is_named_once_with_its_cause(prefix, tmp_path):
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("holdfast: error: gave up after 1 restarts")
-    assert last.count("the sample is cursed") == 2 and "rank 1" in last, done.stderr
+    logs = tmp_path / "run" / "logs"
+    cause = "rank 1: the sample is cursed (2 times)"
+    assert last == f"holdfast: error: gave up after 1 restart: {cause}; the ranks' output is in {logs}", done.stderr
+    assert done.stderr.count(f"the end of {logs}/rank-1.log:") == 1 and "(1 restart left)" in done.stderr
+    assert "gloo" not in done.stderr and (logs / "rank-1.log").read_text().count("=== rank 1, ") == 2

@@ -58,7 +58,8 @@ def slurm_train(options: SlurmOptions, arguments: Sequence[str]) -> None:
     slurm.check(scripts["train.sbatch"])
     from holdfast.train.preflight import open_run_folder
 
-    open_run_folder(plan.config)
+    with open_run_folder(plan.config):
+        pass  # the job claims the folder again when it starts
     submit_scripts(plan.run, scripts, options.json)
 
 

@@ -1,17 +1,18 @@
 """`holdfast train CONFIG.toml`: flags on top of the file, checks before any rank starts, then the ranks of this node."""
 
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from holdfast import flags
 from holdfast.config import Config, config_to_toml
-from holdfast.errors import UsageError
-from holdfast.progress import say
+from holdfast.errors import REFUSED, HoldfastError, UsageError
+from holdfast.progress import count_of, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,8 @@ def train_command(options: TrainOptions) -> None:
         print(config_to_toml(options.config, comments=True), end="")
         return
     config = take_slurm(options.config)
-    from holdfast.train.preflight import check_data, open_run_folder, resolve
+    from holdfast.train.host_checks import check_host
+    from holdfast.train.preflight import check_data, check_run_folder, open_run_folder, resolve
 
     config, layout = resolve(config, vocab_size_given=options.vocab_size_given)
     if options.dry_run:
@@ -75,17 +77,45 @@ def train_command(options: TrainOptions) -> None:
         print(dumps({"ranks": layout.world, "description": description}) if options.json else description)
         return
     check_data(config, options.force)
-    from holdfast.conversion.for_training import loads_other_format, with_converted_load
+    converts = _loads_other_format(config)
+    check_run_folder(config)
+    warnings = check_host(config)
+    nodes = f" on node {config.parallel.node_rank} of {config.parallel.nnodes}" if config.parallel.nnodes > 1 else ""
+    into = f", run folder {config.train.save}" if config.train.save else ""
+    for line in (f"starting {count_of(config.parallel.nproc_per_node, 'rank')}{nodes}{into}", *warnings):
+        say(line)
+    with _quiet_interrupt():
+        from holdfast.train.result import print_result
+        from holdfast.train.supervisor import start_ranks
+    with open_run_folder(config) as config, print_result(config.train.save) if options.json else nullcontext():
+        if converts:
+            from holdfast.conversion.for_training import with_converted_load
 
-    converts = loads_other_format(config)
-    config = open_run_folder(config)
-    if converts:
-        config = with_converted_load(config)
-    from holdfast.train.result import print_result
-    from holdfast.train.supervisor import start_ranks
-
-    with print_result(config.train.save) if options.json else nullcontext():
+            config = with_converted_load(config)
         start_ranks(config)
+
+
+def _loads_other_format(config: Config) -> bool:
+    if config.train.load is None:
+        return False
+    from holdfast.conversion.for_training import loads_other_format
+
+    return loads_other_format(config)
+
+
+@contextmanager
+def _quiet_interrupt() -> Iterator[None]:
+    """While torch is imported, Ctrl-C ends the process at once: an exception inside a C extension's import prints tracebacks."""
+
+    def leave(*_: object) -> None:
+        os.write(2, b"holdfast: error: interrupted before the ranks started; nothing was written\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def take_slurm(config: Config) -> Config:
@@ -103,27 +133,51 @@ def take_slurm(config: Config) -> Config:
 
 def worker_main() -> None:
     """`python -m holdfast.train`: one rank, started by the supervisor or by torchrun."""
-    from holdfast.train.preflight import check_data, open_run_folder, resolve
-    from holdfast.train.worker import Refused, run_worker
+    supervised = "HOLDFAST_SUPERVISED" in os.environ
+    if supervised:
+        from holdfast.train.rank_log import redirect_output
 
-    options = parse(sys.argv[1:])
-    supervised = "HOLDFAST_SUPERVISED" in os.environ  # then vocab_size is settled, and the run folder is open
-    given = supervised or options.vocab_size_given
-    config, _ = resolve(options.config, int(os.environ.get("WORLD_SIZE", "1")), given)
-    if os.environ.get("RANK", "0") == "0" and not supervised:
-        from holdfast.conversion.for_training import loads_other_format, refuse
-
-        check_data(config, options.force)
-        if loads_other_format(config):
-            refuse(Path(str(config.train.load)))
-        config = open_run_folder(config)
+        redirect_output()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the supervisor starts ranks with its signals blocked
     try:
-        run_worker(config)
-    except Refused as error:
-        if "HOLDFAST_SUPERVISED" not in os.environ:  # the supervisor says it once for all ranks
-            say(str(error))
+        _run_rank(supervised)
+    except HoldfastError as error:
+        say(f"holdfast: error: {error}")
+        os._exit(2 if isinstance(error, UsageError) else 1)
+    except RuntimeError as error:
+        if not str(error).startswith(REFUSED):
+            _fail()
+        if not supervised:  # the supervisor reports it once for all ranks
+            say(f"holdfast: error: {str(error).removeprefix(REFUSED)}")
         os._exit(1)
     except Exception:
-        sys.excepthook(*sys.exc_info())
-        # at once: torch's communication threads may abort an interpreter that ends in the middle of a collective
-        os._exit(1)
+        _fail()
+
+
+def _fail() -> None:
+    sys.excepthook(*sys.exc_info())
+    # At once: torch's communication threads may abort an interpreter that ends in the middle of a collective.
+    os._exit(1)
+
+
+def _run_rank(supervised: bool) -> None:
+    from holdfast.train.host_checks import check_memory
+    from holdfast.train.preflight import check_data, open_run_folder, resolve
+    from holdfast.train.worker import run_worker
+
+    options = parse(sys.argv[1:])
+    given = supervised or options.vocab_size_given  # the supervisor has settled vocab_size
+    config, _ = resolve(options.config, int(os.environ.get("WORLD_SIZE", "1")), given)
+    if not supervised and config.train.save and os.environ.get("LOCAL_RANK", "0") == "0":
+        for warning in check_memory(config.snapshot.snapshot_dir):
+            say(warning)
+    if supervised or os.environ.get("RANK", "0") != "0":
+        run_worker(config)
+        return
+    check_data(config, options.force)
+    if _loads_other_format(config):
+        from holdfast.conversion.for_training import refuse
+
+        refuse(Path(str(config.train.load)))
+    with open_run_folder(config) as config:
+        run_worker(config)

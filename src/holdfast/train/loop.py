@@ -82,7 +82,11 @@ class _Run:
         saved = progress.step
         while progress.step < self.iterations and not self.stop_agreed:
             self.one_step()
-            if config.train.eval_interval and progress.step % config.train.eval_interval == 0:
+            if (
+                config.train.eval_interval
+                and config.train.eval_iters
+                and progress.step % config.train.eval_interval == 0
+            ):
                 self.evaluate()
             if config.train.save_interval and progress.step % config.train.save_interval == 0:
                 self.holding.save()
@@ -137,7 +141,7 @@ class _Run:
         clip_and_step(self.optimizer, norm, self.config.optimizer.clip_grad, scale)
 
     def evaluate(self) -> None:
-        """Mean loss over eval_iters batches of the validation split; told with the iteration it follows."""
+        """Mean loss over eval_iters batches of the validation split; reported with the iteration it follows."""
         train = self.config.train
         start = (self.progress.step // train.eval_interval - 1) * train.eval_iters * self.batches.full
         total = torch.zeros(len(self.family.terms), dtype=torch.float64, device=self.grid.device)

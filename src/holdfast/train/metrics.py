@@ -1,6 +1,7 @@
-"""What the run tells: the iteration line in Megatron's form, metrics.jsonl, TensorBoard.
+"""What the run reports: the iteration line, metrics.jsonl, TensorBoard.
 
-Values stay on the device until the next step is under way, so that telling never makes the device wait. Only rank 0 tells.
+Logs get the iteration line in Megatron's form, a terminal one of at most 80 columns. Values stay on the device until the
+next step is under way, so that reporting never makes the device wait. Only rank 0 reports.
 """
 
 import math
@@ -17,6 +18,8 @@ from torch import Tensor
 from holdfast.journal import PatientJournal
 from holdfast.models.flops import peak_flops
 from holdfast.progress import say
+
+COLUMNS = 80
 
 
 @dataclass
@@ -66,13 +69,14 @@ class Reporter:
             self._board = SummaryWriter(str(folder / "tensorboard"))
         self._since, self._steps, self._samples = time.perf_counter(), 0, 0
         self.first_step_seconds: float | None = None
+        self._first: Iteration | None = None
 
     def restart_clock(self) -> None:
         """What was not training (an evaluation, a save) does not count as step time."""
         self._since, self._steps, self._samples = time.perf_counter(), 0, 0
 
     def report(self, done: Iteration, skipped: int) -> None:
-        """Tells about a step whose numbers have arrived; called in order of iterations."""
+        """Reports a step whose numbers have arrived; called in order of iterations."""
         self._steps += 1
         self._samples += done.batch_size
         if not self._active:
@@ -81,7 +85,8 @@ class Reporter:
         loss = terms.pop("loss")
         if self.first_step_seconds is None:
             self.first_step_seconds = done.ended - self._since
-            say(f"first step after {self.first_step_seconds:.2f} s (start-up of kernels and compilation included)")
+            self._first = done
+            say(f"first step took {self.first_step_seconds:.2f} s (start-up of kernels and compilation included)")
         if not (math.isfinite(loss) and math.isfinite(norm)):
             first = done.consumed_samples - done.batch_size
             say(
@@ -112,11 +117,21 @@ class Reporter:
             **({"loss_scale": done.loss_scale} if done.loss_scale is not None else {}),
             **done.extra,
         }
-        self._tell(record, done.batch_size, list(terms))
+        self._publish(record, done, list(terms))
         self._since, self._steps, self._samples = done.ended, 0, 0
 
-    def _tell(self, record: dict[str, Any], batch_size: int, terms: list[str]) -> None:
-        say(iteration_line(record, batch_size, self._iterations, terms))
+    def _seconds_left(self, done: Iteration) -> float | None:
+        """From the pace since the first step of this start, evaluations and saves included."""
+        if self._first is None or done.iteration == self._first.iteration:
+            return None
+        pace = (done.ended - self._first.ended) / (done.iteration - self._first.iteration)
+        return pace * (self._iterations - done.iteration)
+
+    def _publish(self, record: dict[str, Any], done: Iteration, terms: list[str]) -> None:
+        say(
+            iteration_line(record, done.batch_size, self._iterations, terms),
+            short=terminal_line(record, self._iterations, self._seconds_left(done)),
+        )
         if self._journal:
             self._journal.write(record)
         if self._board:
@@ -161,3 +176,43 @@ def iteration_line(record: dict[str, Any], batch_size: int, iterations: int, ter
     if "validation_loss" in record:
         parts.append(f"validation loss: {record['validation_loss']:.6E} | PPL: {record['validation_perplexity']:.3f}")
     return " | ".join(parts) + " |"
+
+
+def terminal_line(record: dict[str, Any], iterations: int, seconds_left: float | None) -> str:
+    """The iteration in at most 80 columns, and a second line for an evaluation."""
+    parts = {
+        "step": f"step {record['iteration']:>{len(str(iterations))}}/{iterations}",
+        "loss": f"loss {_digits(record['loss'])}",
+        "lr": f"lr {record['lr']:.2e}",
+        "norm": f"grad {record['grad_norm']:.3g}",
+        "rate": f"{_short_number(record['tokens_per_s'])} tok/s",
+        "left": "" if seconds_left is None else f"ETA {_duration(seconds_left)}",
+    }
+    for spare in ("", "norm", "lr"):
+        parts.pop(spare, None)
+        line = "  ".join(filter(None, parts.values()))
+        if len(line) <= COLUMNS:
+            break
+    if "validation_loss" in record:
+        line += (
+            f"\n  validation loss {record['validation_loss']:.4f}, perplexity {record['validation_perplexity']:,.2f}"
+        )
+    return line
+
+
+def _digits(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.6g}"
+
+
+def _short_number(value: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.1f}{name}"
+    return f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02d}h" if days else f"{hours}:{minutes:02d}:{whole:02d}"

@@ -3,7 +3,8 @@
 `resolve` fills in what the user left to be derived (vocabulary size, batch size), so that the run's config.toml says it all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from holdfast.errors import HoldfastError
 from holdfast.parallel.layout import Layout, check_layout, layout_of
 from holdfast.progress import say
 from holdfast.publish import publish_text
+from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
+from holdfast.system.run_claim import claim_run
 from holdfast.tokenizers import Tokenizer, build_tokenizer, read_recipe
 from holdfast.tokenizers.folder import FILE_KEYS, describe, recipe_of
+from holdfast.train.bounds import check_bounds
 from holdfast.train.identity import adopt_tokenizer, carry_identity, differences, tokenizer_names
 from holdfast.train.paths import with_absolute_paths
+from holdfast.train.run_state import has_state, refuse_live_ranks
 from holdfast.train.schedule import batches_of, schedule_of
 
 
@@ -37,6 +42,7 @@ def resolve(config: Config, world: int | None = None, vocab_size_given: bool = F
 
     `vocab_size_given`: the user gave vocab_size on the command line, and not only in a file made for another tokenizer.
     """
+    check_bounds(config)
     layout = layout_of(config.parallel, world)
     config = adopt_tokenizer(config)
     tokenizer = tokenizer_of(config)
@@ -143,28 +149,43 @@ def continues_run(config: Config) -> bool:
     return not differences(folder, read_config(folder / "config.toml"), config)
 
 
-def open_run_folder(config: Config) -> Config:
-    """Writes config.toml, unless the folder belongs to another run: then nothing is touched.
-
-    Gives the configuration that the ranks use: it names the run's own copy of the tokenizer."""
+@contextmanager
+def open_run_folder(config: Config) -> Iterator[Config]:
+    """Owns the run folder while it is open: claims it, then writes config.toml (node 0). A folder that is refused is not
+    touched. Gives the configuration that the ranks use: it names the run's own copy of the tokenizer."""
     if config.train.save is None:
-        return config
+        yield config
+        return
+    folder, node = Path(config.train.save), config.parallel.node_rank
+    check_run_folder(config)
+    with claim_run(folder, node):
+        check_run_folder(config)  # again: another start may have written it before the claim was won
+        refuse_live_ranks(folder, config.snapshot.snapshot_dir)
+        config = carry_identity(folder.absolute(), config)
+        if node == 0:
+            publish_text(folder / "config.toml", config_to_toml(with_absolute_paths(config)))
+        yield config
+
+
+def check_run_folder(config: Config) -> None:
+    """Refuses a --save folder that holds another run, or something that is not a run. Writes nothing."""
+    if config.train.save is None:
+        return
     folder = Path(config.train.save)
     existing = folder / "config.toml"
     if existing.exists():
         differing = differences(folder, read_config(existing), config)
-        if differing:
+        if differing and has_state(folder, config.snapshot.snapshot_dir):
             raise HoldfastError(
                 f"{folder} holds another run: {'; '.join(differing)}. Choose another --save folder, or --load {folder} "
                 "--finetune to start from its weights"
             )
     elif folder.exists() and any(folder.iterdir()) and not _only_traces(folder):
         raise HoldfastError(f"{folder} is not empty and not a run (no config.toml); choose another --save folder")
-    config = carry_identity(folder.absolute(), config)
-    publish_text(existing, config_to_toml(with_absolute_paths(config)))
-    return config
 
 
 def _only_traces(folder: Path) -> bool:
-    """Logs and job files that a launcher put there first."""
+    """Job files that a launcher put there first, or what a start left that ended before it wrote config.toml."""
+    if (folder / CLAIM_FOLDER).is_dir():
+        return True
     return all(entry.suffix in (".log", ".out", ".sbatch", ".json", ".yaml", ".tmp") for entry in folder.iterdir())

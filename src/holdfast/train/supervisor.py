@@ -1,19 +1,23 @@
-"""The ranks of this node: started, watched and started again by torchelastic, with what went wrong said once.
+"""Starts the ranks of this node with torchelastic, watches them, restarts them, and reports each failure once.
 
 One supervisor per node. When a rank dies the others are ended at once (their state is held outside of them) and all start again,
-up to `max_restarts` times. A mistake of the user's, found by a rank, is not tried again.
+up to `max_restarts` times. A user's mistake that a rank finds is not tried again. A rank's own output goes to its log
+(`rank_log`); the end of it is shown when the rank fails.
 """
 
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -24,22 +28,42 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 from holdfast.config import Config, config_to_toml
 from holdfast.errors import REFUSED, HoldfastError
 from holdfast.journal import PatientJournal
-from holdfast.progress import say
+from holdfast.progress import count_of, say
 from holdfast.publish import publish_text
 from holdfast.system.cpu_features import avoid_amx_traps, explain_sigill, reports_amx
+from holdfast.train.ending import describe_end
+from holdfast.train.host_checks import endpoint_of
+from holdfast.train.nodes import meet_nodes
+from holdfast.train.rank_log import FOLDER_VARIABLE, last_lines, rank_log
 
 MONITOR_SECONDS = 0.1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh failed")
 
 
 class Supervisor(LocalElasticAgent):
-    """An elastic agent that notes failures as they happen and does not repeat the user's mistakes."""
+    """An elastic agent that reports failures as they happen and does not repeat the user's mistakes."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, events: PatientJournal | None) -> None:
-        super().__init__(spec=spec, logs_specs=logs, start_method="spawn", exit_barrier_timeout=30)
-        self._events = events
+    def __init__(self, spec: WorkerSpec, work: str, events: PatientJournal | None, logs: Path) -> None:
+        super().__init__(
+            spec=spec, logs_specs=DefaultLogsSpecs(log_dir=work), start_method="spawn", exit_barrier_timeout=30
+        )
+        self._events, self._logs = events, logs
         self.refusal: str | None = None
         self.causes: list[str] = []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # A signal between two starts would lose the ranks started so far. Ranks inherit the mask and unblock the signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        # Ranks know SIGTERM: at the start it ends them without a traceback, later they stop after the same step.
+        super()._shutdown(signal.SIGTERM if death_sig == signal.SIGINT else death_sig, timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -53,7 +77,7 @@ class Supervisor(LocalElasticAgent):
 
     def _note(self, failures: dict[int, ProcessFailure]) -> None:
         causes = {rank: describe_failure(failure) for rank, failure in failures.items()}
-        # times are told in seconds; within one, whoever only lost a connection comes after whoever broke it
+        # Times are in seconds; within one second, a rank that only lost a connection comes after the one that broke it.
         rank = min(failures, key=lambda r: (any(sign in causes[r] for sign in LOST_PEER), int(failures[r].timestamp)))
         failure, cause = failures[rank], causes[rank]
         if cause.startswith(REFUSED):
@@ -64,14 +88,25 @@ class Supervisor(LocalElasticAgent):
             self.refusal = f"rank {rank}: {cause}"
             self._remaining_restarts = 0
         self.causes.append(f"rank {rank}: {cause}")
-        again = (
-            f"starting all ranks again ({self._remaining_restarts} restarts left)" if self._remaining_restarts else ""
-        )
         if not self.refusal:
-            say(f"rank {rank} failed: {cause}" + (f"; {again}" if again else ""))
+            self._report(rank, failure, cause)
         if self._events:
-            # the keeper notes deaths too, with where each rank stood; how a process ended only its parent knows
+            # The keeper records deaths too, with the step of each rank; only the parent knows how a process ended.
             self._events.event("failure", kind="exit", rank=rank, cause=cause, exit_code=failure.exitcode)
+
+    def _report(self, rank: int, failure: ProcessFailure, cause: str) -> None:
+        left = count_of(self._remaining_restarts, "restart")
+        say(
+            f"rank {rank} failed: {cause}"
+            + (f"; starting all ranks again ({left} left)" * (self._remaining_restarts > 0))
+        )
+        seen = self.causes.count(f"rank {rank}: {cause}") > 1
+        if seen or failure.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
+            return
+        path = rank_log(self._logs, rank)
+        lines = last_lines(path)
+        if lines:
+            say("\n".join([f"the end of {path}:", *(f"  | {line}" for line in lines)]))
 
 
 def describe_failure(failure: ProcessFailure) -> str:
@@ -82,7 +117,7 @@ def describe_failure(failure: ProcessFailure) -> str:
     text = str(message).strip()
     if failure.exitcode == -signal.SIGILL:
         return explain_sigill()
-    if failure.exitcode < 0 and not Path(failure.error_file).is_file():  # it died without a word
+    if failure.exitcode < 0 and not Path(failure.error_file).is_file():
         try:
             return f"killed by {signal.Signals(-failure.exitcode).name}"
         except ValueError:
@@ -95,34 +130,68 @@ def describe_failure(failure: ProcessFailure) -> str:
 
 def start_ranks(config: Config) -> None:
     """Runs the ranks of this node to their end; raises a HoldfastError with the first cause if they could not get there."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    parallel = config.parallel
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     folder = Path(config.train.save) if config.train.save else None
+    logs = folder / "logs" if folder else Path(tempfile.mkdtemp(prefix="holdfast-logs-"))
+    keep_logs = folder is not None
+    try:
+        _supervise(config, folder, logs)
+    except HoldfastError:
+        keep_logs = True
+        raise
+    finally:
+        if not keep_logs:
+            shutil.rmtree(logs, ignore_errors=True)
+    if config.parallel.node_rank == 0:
+        for line in describe_end(config):
+            say(line)
+
+
+def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
+    parallel = config.parallel
+    endpoint = endpoint_of(parallel)
+    limit = parallel.distributed_timeout_minutes * 60
+    meeting = (
+        meet_nodes(*endpoint, parallel.node_rank, parallel.nnodes, limit) if parallel.nnodes > 1 and endpoint else None
+    )
+    logs.mkdir(parents=True, exist_ok=True)
     events = PatientJournal(folder / "events.jsonl") if folder else None
-    with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as logs:
-        resolved = Path(logs) / "config.toml"
+    with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as work:
+        resolved = Path(work) / "config.toml"
         publish_text(resolved, config_to_toml(config))
-        os.environ["HOLDFAST_SUPERVISED"] = "1"
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
-        if "OMP_NUM_THREADS" not in os.environ:
-            os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // parallel.nproc_per_node))
-        if (config.train.bf16 or config.train.fp16) and reports_amx() and not torch.cuda.is_available():
-            avoid_amx_traps()
-        supervisor = Supervisor(_spec(config, resolved), DefaultLogsSpecs(log_dir=logs), events)
+        _set_environment(config, logs)
+        supervisor = Supervisor(_spec(config, resolved), work, events, logs)
         try:
             result = supervisor.run()
         except SignalException as stopped:
-            where = f"; the same command goes on from {folder}" if folder else ""
+            where = f"; the same command continues from {folder}" if folder else "; nothing was kept (no --save)"
             say(f"stopped by {signal.Signals(stopped.sigval).name}{where}")
             sys.exit(0 if stopped.sigval in (signal.SIGTERM, signal.SIGUSR1) else 128 + stopped.sigval)
+        except DistError as error:
+            raise HoldfastError(f"lost the connection to the other nodes of the run: {error}") from error
+    del meeting
     if result.is_failed():
-        if supervisor.refusal:
-            raise HoldfastError(supervisor.refusal)
-        raise HoldfastError(
-            f"gave up after {parallel.max_restarts} restarts; the failures were: {'; '.join(supervisor.causes)}"
-            if parallel.max_restarts
-            else f"{'; '.join(supervisor.causes)}"
-        )
+        raise HoldfastError(supervisor.refusal or _failures(supervisor.causes, logs))
+
+
+def _set_environment(config: Config, logs: Path) -> None:
+    """What the ranks inherit."""
+    os.environ["HOLDFAST_SUPERVISED"] = "1"
+    os.environ[FOLDER_VARIABLE] = str(logs.resolve())
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // config.parallel.nproc_per_node)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if (config.train.bf16 or config.train.fp16) and reports_amx() and not torch.cuda.is_available():
+        avoid_amx_traps()
+
+
+def _failures(causes: list[str], logs: Path) -> str:
+    times = [cause if number == 1 else f"{cause} ({number} times)" for cause, number in Counter(causes).items()]
+    restarts = f"gave up after {count_of(len(causes) - 1, 'restart')}: " if len(causes) > 1 else ""
+    return f"{restarts}{'; '.join(times)}; the ranks' output is in {logs}"
 
 
 def _spec(config: Config, resolved: Path) -> WorkerSpec:

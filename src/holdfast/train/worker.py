@@ -1,7 +1,6 @@
 """One rank: joins the others, builds its part, trains. What went wrong is written where the supervisor finds it."""
 
 import os
-import signal
 import warnings
 from datetime import timedelta
 
@@ -49,8 +48,6 @@ def join_ranks(device: torch.device, timeout: timedelta) -> None:
 
 
 def _run(config: Config) -> Outcome:
-    if "HOLDFAST_SUPERVISED" in os.environ:  # Ctrl-C at the supervisor: stop after this step, as for SIGTERM
-        signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
