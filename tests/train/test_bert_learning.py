@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from holdfast.config import ParallelConfig
 from holdfast.data.indexed import IndexedDataset
@@ -19,6 +20,8 @@ def unigram_entropy(prefix) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_masked_token_loss_falls_below_the_unigram_entropy_of_the_corpus(tmp_path):
     corpus = write_sentences(tmp_path / "data", vocab_size=80)
     config = tiny_bert(corpus, tmp_path / "run")

@@ -2,19 +2,17 @@
 
 import copy
 import itertools
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.train.lamb import Lamb
+from tests.gloo import spawn_ranks
 
 SHAPES = [(8, 5), (5,), (3, 4, 2), (6,)]
 STEPS = 50
@@ -123,10 +121,8 @@ def test_parameters_without_gradient_stay() -> None:
     assert not torch.equal(with_gradient, torch.ones(3))
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def step_in_shards() -> list[np.ndarray]:
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     # As tensor parallelism and FSDP2 cut together: rows twice, one axis, rows and columns, nothing.
     cuts = [
@@ -147,18 +143,17 @@ def run_rank(rank: int, world: int, folder: str) -> None:
             tensor.grad = cut_up(gradient, cut)
         lamb.step()
     whole = [tensor.full_tensor() if cut else tensor for tensor, cut in zip(tensors, cuts, strict=True)]
-    if rank == 0:
-        torch.save([tensor.detach() for tensor in whole], f"{folder}/parameters.pt")
     dist.destroy_process_group()
+    return [tensor.detach().numpy() for tensor in whole]
 
 
 @pytest.mark.distributed
-def test_sharded_parameters_step_as_whole_ones(tmp_path: Path) -> None:
-    mp.spawn(run_rank, (4, str(tmp_path)), nprocs=4)
+def test_sharded_parameters_step_as_whole_ones() -> None:
+    found, *_ = spawn_ranks(4, step_in_shards)
     expected = NumpyLamb(
         initial(), 0.02, 0.01, bias_correction=True, grad_averaging=True, max_grad_norm=1.0, use_nvlamb=True
     )
     for step in range(STEPS):
         expected.step(gradients_of(step))
-    for tensor, value in zip(torch.load(tmp_path / "parameters.pt"), expected.parameters, strict=True):
-        np.testing.assert_allclose(tensor.numpy(), value, rtol=1e-10, atol=1e-10)
+    for tensor, value in zip(found, expected.parameters, strict=True):
+        np.testing.assert_allclose(tensor, value, rtol=1e-10, atol=1e-10)
