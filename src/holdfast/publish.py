@@ -36,11 +36,30 @@ def rename_into_place(temporary: Path, final: Path) -> None:
     fsync(final.parent)
 
 
+def check_can_write(path: Path | str) -> None:
+    """Fails where `path` cannot be created, before long work for it begins."""
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise explain_os_error(NotADirectoryError(errno.ENOTDIR, "", str(folder)), Path(path))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise explain_os_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), Path(path))
+
+
+def make_folder(folder: Path, path: Path) -> None:
+    """Creates the folder that `path` is to be written to, with its parents."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:
+        raise HoldfastError(f"cannot write {path}: no folder can be created in {folder.parent}") from error
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+
+
 @contextmanager
 def publish_file(path: Path | str) -> Iterator[Path]:
     """Gives a temporary path to write; on a clean exit the content becomes `path`, on an exception nothing changes."""
     final = Path(path)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(final.parent, final)
     temporary = temporary_beside(final)
     try:
         yield temporary
@@ -67,7 +86,7 @@ def publish_text(path: Path | str, content: str) -> None:
 def publish_folder(path: Path | str) -> Iterator[Path]:
     """As `publish_file`, for a folder of files. Refuses to replace a folder that is there and not empty."""
     final = Path(path)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(final.parent, final)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise HoldfastError(f"{final} already exists; choose another name or remove it first")
     temporary = temporary_beside(final)

@@ -4,6 +4,7 @@ A checksum is here only if somebody who has the original published it; the other
 """
 
 import difflib
+import os
 from dataclasses import dataclass, field
 
 from holdfast.errors import UsageError
@@ -142,6 +143,8 @@ def wanted_files(text: str) -> dict[str, Wanted]:
         return {"file": listed[0] if listed else Wanted(text)}
     name, _, part = text.partition("/")
     if name not in CATALOG:
+        if os.path.exists(text):
+            raise UsageError(f"{text} is on this machine already; to put a file into the cache, give its file:// URL")
         near = difflib.get_close_matches(text, CATALOG, n=3, cutoff=0.5)
         hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
         raise UsageError(f"'{text}' is neither a URL nor a known name{hint} (holdfast fetch --list shows the names)")

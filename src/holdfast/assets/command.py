@@ -55,6 +55,8 @@ def fetch(options: FetchOptions) -> None:
     wanted = [one for name in names for one in wanted_files(name).values()]
     if sha256 is not None and len(wanted) != 1:
         raise UsageError(f"--sha256 is the checksum of one file, and {' '.join(names)} asks for {len(wanted)}")
+    if options.timeout is not None and options.timeout <= 0:
+        raise UsageError(f"--timeout {options.timeout:g}: a time limit is more than 0 seconds")
     results = []
     for one in wanted:
         fetched = fetch_wanted(with_checksum(one, sha256), options.cache_dir, options.timeout, options.offline or None)

@@ -225,6 +225,8 @@ def _expected(entry: Entry, wanted: Wanted) -> tuple[Wanted, str]:
 def _explained(error: OSError, entry: Entry, wanted: Wanted) -> Exception:
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return HoldfastError(f"the cache {entry.folder.parent} is not a folder: choose another with --cache-dir")
+    if error.errno == errno.ENOENT:
+        return HoldfastError(f"the cache {entry.folder.parent} cannot be created: choose another with --cache-dir")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return HoldfastError(
             f"{cache.without_credentials(wanted.url)} is not cached and {entry.folder.parent} cannot be written "

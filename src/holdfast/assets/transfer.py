@@ -167,8 +167,11 @@ class Transfer:
         self.bar.note("")
 
     def _time_is_up(self, why: str = "") -> TimeIsUp:
-        done = f"{self.part.size} of {self.part.about.length or 'unknown'} bytes"
         url = without_credentials(self.wanted.url)
+        if not self.part.size:
+            return TimeIsUp(f"{url}: no byte received within {self.deadline.seconds:g} s{why}")
+        of = f" of {self.part.about.length:,}" if self.part.about.length else ""
         return TimeIsUp(
-            f"{url} is not here after {self.deadline.seconds:g} s: {done}{why}; the next fetch continues from there"
+            f"{url}: {self.part.size:,}{of} bytes received within {self.deadline.seconds:g} s{why}; "
+            "the next fetch continues from there"
         )

@@ -182,10 +182,10 @@ def _map(path: Path) -> Any:
 
 def _read_header(path: Path, index: Any) -> tuple[np.dtype[Any], int, int]:
     if len(index) < HEADER.size:
-        raise HoldfastError(f"{path} is no .idx file: it has only {len(index)} bytes")
+        raise HoldfastError(f"{path} is not an .idx file: it has only {len(index)} bytes")
     magic, version, code, sequences, documents = HEADER.unpack_from(index)
     if magic != MAGIC:
-        raise HoldfastError(f"{path} is no .idx file: it does not begin with MMIDIDX")
+        raise HoldfastError(f"{path} is not an .idx file: it does not begin with MMIDIDX")
     if version != VERSION:
         raise HoldfastError(f"{path} is of version {version}; Holdfast reads version {VERSION}")
     if code not in DTYPES:

@@ -33,7 +33,7 @@ from holdfast.data.worker import Answer, Job, Part, give_back_memory
 from holdfast.data.workspace import Workspace
 from holdfast.errors import HoldfastError
 from holdfast.progress import count_of, say
-from holdfast.publish import explain_os_error, publish_bytes
+from holdfast.publish import explain_os_error, make_folder, publish_bytes
 from holdfast.tokenizers import Recipe, Tokenizer
 
 # Fewer bytes than this per byte of plain text never came out of a real corpus; less room than that is certain to fail.
@@ -145,21 +145,22 @@ def _bad_line_error(request: Request, line: dict[str, Any]) -> HoldfastError:
 
 def _check_room(request: Request) -> None:
     folder = Path(request.prefix).absolute().parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise explain_os_error(error, Path(request.prefix)) from error
+    make_folder(folder, Path(request.prefix))
     share = request.share.count if request.share else 1
     text = sum(file.size * (4 if file.compression else 1) for file in request.files) / share
     likely, least = text * request.dtype.itemsize * 0.3, text * SMALLEST_OUTPUT_SHARE
     free = shutil.disk_usage(folder).free
     if free < least:
         raise HoldfastError(
-            f"the disk of {folder} has {free / 1e9:,.2f} GB free, and this input needs about {likely / 1e9:,.2f} GB: "
+            f"the disk of {folder} has {_size(free)} free, and this input needs about {_size(likely)}: "
             "free some space or choose another folder"
         )
     if free < likely:
-        say(f"the disk of {folder} has {free / 1e9:,.2f} GB free; this input needs about {likely / 1e9:,.2f} GB")
+        say(f"the disk of {folder} has {_size(free)} free; this input needs about {_size(likely)}")
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 def _tokenize(request: Request, workspace: Workspace, crew: Crew) -> tuple[int, str]:
@@ -204,7 +205,8 @@ def _nothing_found(request: Request, bad: int) -> HoldfastError:
     names = [file.path for file in request.files[:SHOWN_FILES]]
     more = f" and {len(request.files) - SHOWN_FILES:,} more" if len(request.files) > SHOWN_FILES else ""
     wrong = wrong_format(names[0]) if request.files[0].source == "jsonl" else ""
-    why = wrong or (f"{count_of(bad, 'bad line')}, and nothing else" if bad else "is the input empty?")
+    empty = "the input is empty" if not sum(file.size for file in request.files) else "is the input empty?"
+    why = wrong or (f"{count_of(bad, 'bad line')}, and nothing else" if bad else empty)
     return HoldfastError(f"{', '.join(names)}{more}: no document found; {why}")
 
 

@@ -11,7 +11,7 @@ from holdfast.data.append import append_file
 from holdfast.data.indexed import IndexedDataset, IndexPart, pair_paths, publish_pairs, write_index
 from holdfast.errors import HoldfastError
 from holdfast.progress import progress
-from holdfast.publish import explain_os_error, temporary_beside
+from holdfast.publish import check_can_write, explain_os_error, make_folder, temporary_beside
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ def merge(inputs: Sequence[str | Path], output_prefix: str | Path, *, overwrite:
     output = str(bin_path)[:-4]
     prefixes = [prefix for prefix in prefixes if Path(prefix).resolve() != Path(output).resolve()]
     if not prefixes:
-        raise HoldfastError("there is nothing to merge")
+        raise HoldfastError(f"the only input is {output}, which is also the output; name other datasets with --input")
     if not overwrite and (bin_path.exists() or idx_path.exists()):
         raise HoldfastError(f"{output}.bin or .idx exists already; choose another --output-prefix or pass --overwrite")
+    check_can_write(bin_path)
     parts = [IndexedDataset(prefix) for prefix in prefixes]
     _check_alike(parts)
-    bin_path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(bin_path.parent, bin_path)
     bin_file, idx_file = temporary_beside(bin_path), temporary_beside(idx_path)
     try:
         size = _join_tokens(parts, bin_file)

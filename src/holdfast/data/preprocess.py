@@ -45,6 +45,8 @@ def preprocess(
 ) -> "Summary":
     """Tokenizes documents into one .bin/.idx pair per key. A call that was cut off is continued by the same call."""
     names = [input] if isinstance(input, (str, Path)) else list(input)
+    if str(output_prefix).endswith("/"):
+        raise UsageError(f"--output-prefix {output_prefix} is a folder: add the beginning of the files' names to it")
     if not json_keys or len(set(json_keys)) != len(json_keys):
         raise UsageError("--json-keys wants one or more different keys")
     if (workers is not None and workers < 1) or partitions < 1 or (log_interval is not None and log_interval < 1):

@@ -56,7 +56,12 @@ class ReferenceEngine:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(recipe.definition)
         except Exception as error:
-            raise HoldfastError(f"the {recipe.tokenizer_type}'s files do not make a tokenizer: {error}") from error
+            together = (
+                "; do --vocab-file and --merge-file belong together?" if "out of vocabulary" in str(error) else ""
+            )
+            raise HoldfastError(
+                f"the {recipe.tokenizer_type}'s files do not make a tokenizer: {error}{together}"
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._special = recipe.special_tokens

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.publish import publish_bytes
+from holdfast.publish import check_can_write, publish_bytes
 from holdfast.tokenizers.background import Background
 from holdfast.tokenizers.recipe import END_OF_TEXT
 
@@ -49,6 +49,7 @@ def train_tokenizer(
         raise HoldfastError(
             f"{existing[0]} exists already; choose another --output-dir, or pass --overwrite to replace the tokenizer"
         )
+    check_can_write(folder / FILE_NAMES[kind][0])
     smallest = 257 if kind == "bpe" else len(BERT_SPECIAL) + 2
     if vocab_size < smallest:
         raise UsageError(f"--vocab-size {vocab_size} is too small: a {kind} vocabulary starts at {smallest}")

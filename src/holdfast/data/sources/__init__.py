@@ -75,7 +75,7 @@ def bad_line_error(source: str, file: str, line: int, offset: int, reason: str) 
         return HoldfastError(f"{file} is not JSON lines (line 1: {reason}); {explanation}")
     return HoldfastError(
         f"{file}:{line}: bad line at byte {offset}: {reason}; "
-        "fix it, or pass --on-bad-line skip to leave such lines out; what is done is kept"
+        "fix it, or pass --on-bad-line skip to leave such lines out"
     )
 
 

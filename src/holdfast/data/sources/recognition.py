@@ -37,7 +37,8 @@ def wrong_format(path: str) -> str:
         head = _first_bytes(path)
     except (OSError, HoldfastError):
         return ""
-    return wrong_encoding(head, path) or _archive(head) or _not_a_line(head, path) or _table(head, path) or _prose(head)
+    known = wrong_encoding(head, path) or _archive(head) or _not_a_line(head, path) or _table(head, path)
+    return known or _not_compressed(path) or _prose(head)
 
 
 def _first_bytes(path: str) -> bytes:
@@ -101,6 +102,14 @@ def _table(head: bytes, path: str) -> str:
         f"the file is {kind} with the columns {', '.join(columns)} and must be JSON lines: {_convert(command, path, '')}, "
         "then --json-keys COLUMN"
     )
+
+
+def _not_compressed(path: str) -> str:
+    suffix = Path(path).suffix
+    with open(path, "rb") as file:
+        if suffix.removeprefix(".") not in DECOMPRESSORS or sniff(file.read(FEWEST_BYTES)):
+            return ""
+    return f"its name ends in {suffix}, but its content is not compressed: was it downloaded or written whole?"
 
 
 def _prose(head: bytes) -> str:
