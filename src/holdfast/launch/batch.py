@@ -13,6 +13,7 @@ from pathlib import Path
 from holdfast.errors import UsageError
 from holdfast.launch.options import SlurmOptions
 from holdfast.launch.pairs import pairs
+from holdfast.progress import count_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def train_script(options: SlurmOptions, training: Training) -> str:
         "MAX_REQUEUES": str(options.max_requeues if options.requeue else 0),
         "PATIENCE": str(max(1, options.signal_seconds // 2)),
         "SETUP": "\n".join(setup(options)),
-        "RESOLVED": f"{options.nodes} nodes x {training.nproc_per_node} ranks: {training.layout}",
+        "RESOLVED": f"{count_of(options.nodes, 'node')} x {count_of(training.nproc_per_node, 'rank')}: {training.layout}",
         "FETCH": f"# once, before the ranks ask for them\n{fetch}" if training.assets else "",
         "TRAIN": f"{step(options)} bash -c {shlex.quote(node)}",
     }

@@ -19,13 +19,25 @@ from holdfast.launch.options import (
     StatusOptions,
     StopOptions,
 )
-from holdfast.progress import say
+from holdfast.progress import count_of, say
+
+LEAST = {
+    "nodes": 1,
+    "gpus_per_node": 0,
+    "cpus_per_task": 1,
+    "efa": 0,
+    "max_requeues": 0,
+    "max_restarts": 0,
+    "signal_seconds": 1,
+    "timeout": 0,
+}
 
 
 def run_verb(where: str, options: Any, verbs: Mapping[str, Callable[[Any, Sequence[str]], None]]) -> None:
     """Calls the launcher of the verb that the command line names, with the arguments of that verb."""
     from holdfast.cli import VERBS, load
 
+    check_counts(options)
     name, *arguments = options.command or ("",)
     if name not in verbs:
         problem = f"cannot launch '{name}'" if name else "nothing to launch"
@@ -35,6 +47,14 @@ def run_verb(where: str, options: Any, verbs: Mapping[str, Callable[[Any, Sequen
     own = flags.options_of(load(VERBS[name][0]))
     flags.check_known(arguments, f"holdfast launch {where} {name}", type(options), own)
     verbs[name](options, arguments)
+
+
+def check_counts(options: Any) -> None:
+    """Refuses numbers that no job can have."""
+    for name, least in LEAST.items():
+        value = getattr(options, name, None)
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: give {least} or more")
 
 
 def launch_slurm(options: SlurmOptions) -> None:
@@ -112,7 +132,7 @@ def show_jobs(run: Path, jobs: list[str], as_json: bool) -> None:
 
 
 def launch_kubernetes(options: KubernetesOptions) -> None:
-    if not options.image:
+    if options.command and not options.image:
         raise UsageError("give the container image with --image, or set $IMAGE")
     run_verb("kubernetes", options, {"train": kubernetes_train, "preprocess": kubernetes_preprocess})
 
@@ -123,6 +143,7 @@ def kubernetes_train(options: KubernetesOptions, arguments: Sequence[str]) -> No
     from holdfast.launch.plan import plan_training, snapshot_bytes
 
     plan = plan_training(arguments, options.nodes, options.gpus_per_node or None, here=False)
+    kubernetes.check_options(options)
     kubernetes.require_on_claims(options, plan.paths())
     shm = options.shm or f"{-(-snapshot_bytes(plan) // 2**30) + 1}Gi"
     name = kubernetes.object_name(options.name or plan.run.name)
@@ -135,6 +156,7 @@ def kubernetes_preprocess(options: KubernetesOptions, arguments: Sequence[str]) 
     from holdfast.launch.sharing import share_preprocessing
 
     sharing = share_preprocessing(arguments, options.nodes, here=False)
+    kubernetes.check_options(options)
     kubernetes.require_on_claims(options, sharing.paths)
     name = kubernetes.object_name(options.name or Path(sharing.output_prefix).name)
     show(options, kubernetes.preprocess_manifests(options, name, sharing.command, sharing.partitions))
@@ -181,7 +203,7 @@ def launch_status(options: StatusOptions) -> None:
         return
     for job in found["jobs"]:
         facts = [f"nodes {job['nodes']}"] * bool(job["nodes"]) + [f"{job['time_left']} left"] * bool(job["time_left"])
-        facts += [f"{job['restarts']} restarts"] * bool(job["restarts"]) + [job["detail"]] * bool(job["detail"])
+        facts += [count_of(job["restarts"], "restart")] * bool(job["restarts"]) + [job["detail"]] * bool(job["detail"])
         print(f"{job['script']:<18} job {job['job']:<8} {job['state']:<12} {', '.join(facts)}".rstrip())
     if found["iteration"] is not None:
         print(f"iteration {found['iteration']}, loss {found['loss']}, last event: {found['last_event']}")
@@ -196,6 +218,7 @@ def launch_logs(options: LogsOptions) -> None:
 def launch_stop(options: StopOptions) -> None:
     from holdfast.launch.control import stop
 
+    check_counts(options)
     show_jobs(options.run, stop(options.run, options.now, options.timeout), options.json)
 
 
@@ -211,7 +234,7 @@ def launch_image(options: ImageOptions) -> None:
     from holdfast.launch import images
 
     if options.action == "build":
-        context = options.context or images.checkout()
+        context = images.checkout(options.context)
         result = images.build(options.tag, context, options.base, options.efa, options.dry_run)
     else:
         result = images.import_image(options.tag, options.output or images.default_squash_file(), options.dry_run)

@@ -54,6 +54,8 @@ def submit(run: Path, scripts: list[str]) -> list[str]:
 
 def submitted(run: Path) -> dict[str, str]:
     """Batch file → the job it was last submitted as."""
+    if not run.is_dir():
+        raise HoldfastError(f"{run} is not a folder; give the run folder: that of --save, or PREFIX.run of preprocess")
     found = {r["script"]: r["job"] for r in read_journal(record_file(run)) if r.get("event") == "submitted"}
     if not found:
         raise HoldfastError(f"{run} was not launched from here: there is no submission in {record_file(run)}")
@@ -73,7 +75,7 @@ def job_state(run: Path, script: str, job: str) -> JobState:
             script,
             job,
             "ENDED",
-            last or "Slurm has forgotten the job and it left no word",
+            last or "Slurm no longer knows the job, and the job recorded no end",
             restarts=len(own) and own[-1]["restart"],
         )
     states = [record.get("JobState", "?") for record in records]

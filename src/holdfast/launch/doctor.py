@@ -79,7 +79,7 @@ def check_gpus() -> Iterator[Check]:
     query = "name,memory.total,clocks.sm,clocks.max.sm,driver_version,clocks_throttle_reasons.hw_slowdown"
     listed = output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
     if listed is None:
-        yield Check("gpus", "warn", "nvidia-smi is not here", "on a CPU machine this is as it should be")
+        yield Check("gpus", "warn", "nvidia-smi is not here", "expected on a machine without GPUs")
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines() if line.strip()]
     names = sorted({row[0] for row in rows})
@@ -119,6 +119,9 @@ def check_shared_memory(folder: Path, needed: int | None) -> Iterator[Check]:
 
 def check_folder(name: str, folder: Path) -> Iterator[Check]:
     """Locks that exclude, renames that replace, and room: what fetching and checkpoints rely on."""
+    if folder.exists() and not folder.is_dir():
+        yield Check(name, "fail", f"{folder} is not a folder", "choose another folder")
+        return
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     if not os.access(existing, os.W_OK):
         yield Check(name, "fail", f"{existing} cannot be written", "choose another folder")
@@ -130,7 +133,7 @@ def check_folder(name: str, folder: Path) -> Iterator[Check]:
         if not rename_replaces(Path(scratch)):
             problems.append("rename does not replace a file that is open")
     free = shutil.disk_usage(existing).free
-    found = f"{folder}: {gib(free)} free"
+    found = f"{folder}: {gib(free)} free" + ("" if folder == existing else f" (not there yet; checked in {existing})")
     if problems:
         yield Check(name, "fail", found, "; ".join(problems))
     elif free < LITTLE_SPACE:

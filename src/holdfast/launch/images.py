@@ -18,9 +18,9 @@ DOCKERFILE = Path("deploy", "containers", "Dockerfile")
 TAG = "holdfast:latest"
 
 
-def checkout() -> Path:
-    """The source tree that this program runs from: the build context."""
-    root = Path(__file__).parents[3]
+def checkout(given: Path | None = None) -> Path:
+    """The build context: the source tree that was given, or the one that this program runs from."""
+    root = given or Path(__file__).parents[3]
     if not (root / DOCKERFILE).exists():
         raise UsageError(f"{root} is not a checkout of Holdfast ({DOCKERFILE} is not there); give --context")
     return root

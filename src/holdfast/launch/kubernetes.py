@@ -20,6 +20,8 @@ Manifest = dict[str, Any]
 
 CONFIG_FOLDER = "/etc/holdfast"
 PORT = 29500
+QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 # What a drain or preemption leaves the run to persist its state.
 GRACE_SECONDS = 300
 
@@ -241,10 +243,22 @@ def claim_paths(options: KubernetesOptions) -> dict[str, str]:
     found = {}
     for pair in options.pvc:
         claim, colon, path = pair.partition(":")
-        if not colon or not path.startswith("/"):
+        if not colon or not path.startswith("/") or not all(LABEL.fullmatch(part) for part in claim.split(".")):
             raise UsageError(f"--pvc '{pair}' is not CLAIM:/PATH")
         found[claim] = path
     return found
+
+
+def check_options(options: KubernetesOptions) -> None:
+    """Refuses what the API server would refuse."""
+    for flag, amount in (("--cpus", options.cpus), ("--mem", options.mem), ("--shm", options.shm)):
+        if amount is not None and not QUANTITY.fullmatch(amount):
+            example = "16 or 500m" if flag == "--cpus" else "200Gi or 200G"
+            raise UsageError(f"{flag} {amount} is not an amount that Kubernetes knows; write e.g. {example}")
+    if not LABEL.fullmatch(options.namespace):
+        raise UsageError(
+            f"--namespace {options.namespace} is not a name that Kubernetes takes: lower-case letters, digits and dashes"
+        )
 
 
 def require_on_claims(options: KubernetesOptions, paths: dict[str, str]) -> None:

@@ -16,6 +16,12 @@ from holdfast.train.paths import is_weight, with_absolute_paths
 
 TOKENIZER_KEYS = ("vocab_file", "merge_file", "tokenizer_model")
 
+SET_BY_JOB = {
+    "--nnodes": "give --nodes",
+    "--node-rank": "leave it out",
+    "--rdzv-endpoint": "leave it out",
+}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -54,6 +60,9 @@ def plan_training(arguments: Sequence[str], nodes: int, gpus_per_node: int | Non
     from holdfast.train.command import parse
     from holdfast.train.preflight import check_data, resolve
 
+    for word in arguments:
+        if (own := SET_BY_JOB.get(word.split("=")[0].replace("_", "-"))) is not None:
+            raise UsageError(f"{word.split('=')[0]} is set by the job: {own}")
     options = parse(arguments)
     for flag in ("print_config", "dry_run", "json"):
         if getattr(options, flag):
@@ -65,7 +74,9 @@ def plan_training(arguments: Sequence[str], nodes: int, gpus_per_node: int | Non
     if config.train.save is None:
         raise UsageError("give the run folder with --save: the job's file, its output and its state go there")
     if not here:
-        # Tokenizer and data lie on volumes of the cluster; what can be told without them is told.
+        # Tokenizer and data lie on volumes of the cluster: only what needs neither is checked.
+        if not config.data.data_path:
+            raise UsageError("give the dataset with --data-path: its path prefix as the pods see it")
         return Plan(config, check_shape(config))
     config, layout = resolve(config, vocab_size_given=options.vocab_size_given)
     check_data(config, options.force)
@@ -117,5 +128,6 @@ def job_needs(config: Path | None) -> tuple[dict[str, Path], Path, int | None]:
     folders |= {f"data {i}": Path(prefix).parent for i, prefix in enumerate(prefixes_of(read.data.data_path), 1)}
     if read.train.save:
         folders["run"] = Path(read.train.save)
-    needed = None if read.model.vocab_size is None else snapshot_bytes(Plan(read, layout_of(read.parallel)))
+    plan = Plan(read, layout_of(read.parallel))
+    needed = None if read.model.vocab_size is None else snapshot_bytes(plan)
     return folders, Path(read.snapshot.snapshot_dir), needed

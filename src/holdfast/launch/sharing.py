@@ -41,7 +41,9 @@ def share_preprocessing(arguments: Sequence[str], nodes: int, here: bool = True)
     if values["partition_index"] is not None:
         raise UsageError("--partition-index is for `holdfast preprocess` itself; a launch makes all of them")
     if "-" in values["input"]:
-        raise UsageError("standard input cannot be shared out; give files")
+        raise UsageError("several partitions cannot read standard input; give files")
+    if values["partitions"] < 1:
+        raise UsageError(f"--partitions {values['partitions']}: give 1 or more")
     values["partitions"] = nodes if values["partitions"] == 1 else values["partitions"]
     values["input"] = tuple(absolute(name) for name in values["input"])
     values["output_prefix"] = absolute(values["output_prefix"])

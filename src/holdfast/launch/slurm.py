@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.progress import count_of
 
 # Slurm forgets ended jobs after MinJobAge (five minutes on most sites); these states are of jobs that will still do something.
 ACTIVE = {
@@ -22,6 +23,9 @@ ACTIVE = {
     "STOPPED",
     "RESIZING",
 }
+
+# How sbatch reports that it found no controller, or no configuration that names one.
+UNREACHABLE = ("configuration source", "contact slurm controller", "Unable to contact")
 
 
 def call(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -51,6 +55,8 @@ def check(script: str) -> None:
     if done.returncode == 0:
         return
     why = reason(done.stderr)
+    if any(sign in why for sign in UNREACHABLE):
+        raise HoldfastError(f"Slurm's controller cannot be reached from this machine ({why}); use a login node")
     if "partition" in why.lower():
         why += f" (there are: {', '.join(partitions()) or 'none'})"
     raise HoldfastError(f"Slurm would refuse this job: {why}; nothing was submitted")
@@ -67,13 +73,15 @@ def check_times(partition: str | None, limit: str | None, warning: int | None) -
         return
     if warning is not None and warning + 60 > seconds:
         raise UsageError(
-            f"--signal-seconds {warning} leaves nothing of --time {limit}; Slurm may send the signal a minute early, "
-            f"so give at most {max(1, seconds - 120)}"
+            f"--signal-seconds {warning} leaves nothing of --time {limit} ({count_of(seconds // 60, 'minute')}), because "
+            f"Slurm may send the signal a minute early; give more time"
+            + (f", or --signal-seconds {seconds - 120} or less" if seconds > 120 else "")
         )
     longest = longest_time(partition)
     if longest is not None and seconds > longest:
         raise HoldfastError(
-            f"--time {limit} is more than the partition allows ({longest // 60} minutes): the job would never start"
+            f"--time {limit} is more than the partition allows ({count_of(longest // 60, 'minute')}): the job would "
+            "never start"
         )
 
 
@@ -95,7 +103,9 @@ def seconds_of(limit: str) -> int | None:
         parts = [int(part) for part in clock.split(":")]
         day = int(days) if dash else 0
     except ValueError:
-        raise UsageError(f"--time {limit} is none of Slurm's formats: minutes, H:M:S, D-H:M:S") from None
+        parts, day = [], 0
+    if not 1 <= len(parts) <= 3:
+        raise UsageError(f"--time {limit} is none of Slurm's formats: minutes, H:M:S, D-H:M:S")
     if dash:
         hours, minutes, seconds = (*parts, 0, 0)[:3]
     elif len(parts) == 3:
@@ -117,7 +127,7 @@ def jobs(job: str) -> list[dict[str, str]]:
     if done.returncode:
         if "Invalid job id" in done.stderr:
             return []
-        raise HoldfastError(f"scontrol could not tell about job {job}: {reason(done.stderr)}")
+        raise HoldfastError(f"scontrol cannot describe job {job}: {reason(done.stderr)}")
     return [
         dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|\s*$)", line)) for line in done.stdout.splitlines() if line.strip()
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from holdfast.config import Config, ModelConfig, ParallelConfig
 from holdfast.errors import HoldfastError
+from holdfast.progress import count_of
 
 AXES = ("pipeline", "replica", "shard", "context", "tensor")
 
@@ -42,10 +43,11 @@ class Layout:
 
     def words(self) -> str:
         parts = [
-            f"{self.world} rank{'s' if self.world > 1 else ''}",
+            count_of(self.world, "rank"),
             f"tensor {self.tensor}",
             f"pipeline {self.pipeline}" + (f" × {self.virtual} virtual" if self.virtual > 1 else ""),
-            f"data {self.data}" + (f" ({self.replica} replicas × {self.shard} shards)" if self.shard > 1 else ""),
+            f"data {self.data}"
+            + (f" ({count_of(self.replica, 'replica')} × {self.shard} shards)" if self.shard > 1 else ""),
         ]
         return ", ".join(parts + ([f"context {self.context}"] if self.context > 1 else []))
 
@@ -57,9 +59,9 @@ def layout_of(parallel: ParallelConfig, world: int | None = None) -> Layout:
     model = tensor * pipeline * parallel.context_parallel_size
     if model < 1 or world % model:
         raise HoldfastError(
-            f"{world} ranks (nnodes {parallel.nnodes} × nproc_per_node {parallel.nproc_per_node}) cannot be divided by "
-            f"tensor {tensor} × pipeline {pipeline} × context {parallel.context_parallel_size} = {model}; "
-            f"use a multiple of {model} ranks"
+            f"{count_of(world, 'rank')} (nnodes {parallel.nnodes} × nproc_per_node {parallel.nproc_per_node}) cannot be "
+            f"divided by tensor {tensor} × pipeline {pipeline} × context {parallel.context_parallel_size} = {model}; "
+            f"use a multiple of {count_of(model, 'rank')}"
         )
     data = world // model
     if parallel.data_parallel_sharding_strategy == "no_shard":

@@ -1,0 +1,137 @@
+"""Mistakes on the command line of a launch are refused at once, with one line that says what to do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.launch import control, doctor, images, kubernetes, slurm
+from holdfast.launch.batch import Training, train_script
+from holdfast.launch.command import check_counts, launch_kubernetes
+from holdfast.launch.options import KubernetesOptions, SlurmOptions, StopOptions
+from holdfast.launch.plan import plan_training
+from holdfast.launch.sharing import share_preprocessing
+from holdfast.parallel.layout import Layout
+
+MODEL = ["gpt_tiny", "--vocab-size", "1000", "--save", "/fsx/runs/tiny"]
+DATA = ["--data-path", "/fsx/corpus_text_document"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (SlurmOptions(nodes=0), "--nodes 0: give 1 or more"),
+        (SlurmOptions(gpus_per_node=-1), "--gpus-per-node -1: give 0 or more"),
+        (SlurmOptions(signal_seconds=-5), "--signal-seconds -5: give 1 or more"),
+        (SlurmOptions(max_requeues=-1), "--max-requeues -1: give 0 or more"),
+        (KubernetesOptions(nodes=-2), "--nodes -2: give 1 or more"),
+        (StopOptions(run=Path("run"), timeout=-1.0), "--timeout -1.0: give 0 or more"),
+    ],
+)
+def test_numbers_that_no_job_can_have_are_refused(options: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_counts(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (KubernetesOptions(mem="200GB"), "--mem 200GB is not an amount .* 200Gi"),
+        (KubernetesOptions(shm="lots"), "--shm lots is not an amount"),
+        (KubernetesOptions(cpus="many"), "--cpus many is not an amount .* 500m"),
+        (KubernetesOptions(namespace="My_Space"), "--namespace My_Space is not a name"),
+    ],
+)
+def test_what_the_api_server_would_refuse_is_refused_here(options: KubernetesOptions, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        kubernetes.check_options(options)
+
+
+def test_amounts_that_kubernetes_knows_are_accepted() -> None:
+    for amount in ("16", "0.5", "500m", "200Gi", "200G", "1.5Ti", "64Ki"):
+        kubernetes.check_options(KubernetesOptions(cpus=amount, mem=amount, shm=amount, namespace="team-1"))
+
+
+@pytest.mark.parametrize("pair", ["fsx", "fsx:data", ":/fsx", "My_Claim:/fsx"])
+def test_a_volume_claim_is_a_name_and_an_absolute_path(pair: str) -> None:
+    with pytest.raises(UsageError, match="CLAIM:/PATH"):
+        kubernetes.claim_paths(KubernetesOptions(pvc=(pair,)))
+
+
+def test_a_launch_of_nothing_names_what_can_be_launched() -> None:
+    with pytest.raises(UsageError, match="nothing to launch; launch one of: train, preprocess"):
+        launch_kubernetes(KubernetesOptions())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*MODEL, *DATA, "--nnodes", "4"], "--nnodes is set by the job: give --nodes"),
+        ([*MODEL, *DATA, "--node_rank=1"], "--node_rank is set by the job: leave it out"),
+        (MODEL, "give the dataset with --data-path"),
+    ],
+)
+def test_training_flags_that_a_job_cannot_use_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_training(arguments, 2, 4, here=False)
+
+
+def test_a_preprocessing_job_has_at_least_one_partition() -> None:
+    with pytest.raises(UsageError, match="--partitions 0: give 1 or more"):
+        share_preprocessing(["--input", "a", "--output-prefix", "b", "--vocab-file", "c", "--partitions", "0"], 2)
+
+
+@pytest.mark.parametrize("limit", ["tomorrow", "2:00:00:00", "1-0:0:0:0", ""])
+def test_a_time_that_slurm_does_not_know_is_refused(limit: str) -> None:
+    with pytest.raises(UsageError, match="none of Slurm's formats"):
+        slurm.seconds_of(limit)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"), [("5", r"\(5 minutes\).* --signal-seconds 180 or less"), ("1", r"\(1 minute\).*more time$")]
+)
+def test_a_signal_that_comes_with_the_start_is_refused_with_what_would_fit(limit: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        slurm.check_times(None, limit, 300)
+
+
+def test_slurm_without_a_controller_is_named_as_that(tmp_path: Path) -> None:
+    """A stand-in for sbatch on a machine that is not part of the cluster."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    code = "from holdfast.launch import slurm; slurm.check('#!/bin/bash')"
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert "Slurm's controller cannot be reached from this machine" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_run_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(HoldfastError, match="is not a folder; give the run folder"):
+        control.submitted(tmp_path / name)
+
+
+def test_an_image_is_built_from_a_checkout_only(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a checkout of Holdfast"):
+        images.checkout(tmp_path)
+
+
+def test_doctor_names_a_folder_that_is_a_file_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (check,) = doctor.check_folder("run", tmp_path / "file")
+    assert (check.verdict, "is not a folder" in check.found) == ("fail", True)
+    (check,) = doctor.check_folder("run", tmp_path / "later" / "run")
+    assert f"not there yet; checked in {tmp_path}" in check.found
+
+
+def test_one_is_singular() -> None:
+    run = Path("/fsx/run")
+    layout = Layout(pipeline=1, replica=1, shard=1, context=1, tensor=1).words()
+    script = train_script(SlurmOptions(), Training(run, run / "config.toml", 10, 1, layout))
+    assert "1 node x 1 rank: 1 rank, tensor 1" in script
+    assert "(1 replica × 2 shards)" in Layout(pipeline=1, replica=1, shard=2, context=1, tensor=1).words()
