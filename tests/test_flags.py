@@ -1,6 +1,7 @@
 """One parser for every verb: words to an options dataclass and back, and mistakes that name the nearest flag."""
 
-from dataclasses import dataclass, field, fields
+import inspect
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -8,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import holdfast
 from holdfast import flags
 from holdfast.config import all_keys
 from holdfast.data.command import PreprocessOptions
 from holdfast.errors import UsageError
+from holdfast.generation.command import GenerateOptions
 from holdfast.help import help_text
 from holdfast.train.command import TrainOptions, parse
 
@@ -191,3 +194,17 @@ def test_the_flags_of_train_are_unique():
     names = [flag.name for flag in flags.flags_of(TrainOptions)]
     assert len(names) == len(set(names)) and set(all_keys()) <= set(names)
     assert set(names) - set(all_keys()) == {one.name for one in fields(TrainOptions)} - {"config", "vocab_size_given"}
+
+
+@pytest.mark.parametrize(
+    ("options", "function"),
+    [(PreprocessOptions, "preprocess"), (GenerateOptions, "generate")],
+    ids=["preprocess", "generate"],
+)
+def test_a_verb_and_its_library_function_have_the_same_defaults(options, function):
+    parameters = inspect.signature(getattr(holdfast, function)).parameters
+    defaults = {
+        one.name: one.default for one in fields(options) if one.name in parameters and one.default is not MISSING
+    }
+    assert len(defaults) > 6
+    assert defaults == {name: parameters[name].default for name in defaults}

@@ -90,7 +90,7 @@ class DataConfig:
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."""
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test."""
+    """Shares of the documents for training, validation and test, relative to their sum."""
     seq_length: int = 1024
     """Tokens per sample."""
     tokenizer_type: TokenizerType = "GPT2BPETokenizer"
@@ -248,9 +248,9 @@ class ParallelConfig:
     rdzv_endpoint: str | None = None
     """HOST:PORT of node 0. Unset: a free port on this machine."""
     max_restarts: int = 3
-    """How often the ranks are started again after a failure."""
+    """Restarts of all ranks after failures, until the run gives up."""
     distributed_timeout_minutes: float = 10.0
-    """How long a collective may wait for a missing rank."""
+    """Minutes that a collective waits for a missing rank."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class SnapshotConfig:
     snapshot_dir: str = "/dev/shm"
     """Memory file system that holds the snapshots."""
     hang_timeout: float = 0.0
-    """Seconds without a heartbeat after which the ranks are taken for hung; 0 never."""
+    """Seconds without a heartbeat after which the ranks count as hung and are restarted; 0 never."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything `holdfast train` needs to know."""
+    """The complete configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

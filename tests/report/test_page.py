@@ -1,5 +1,6 @@
 """The page says what the run folder says, and needs nothing but itself."""
 
+import json
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -142,7 +143,8 @@ def test_a_torn_checkpoint_is_named(tmp_path):
 def test_the_command_writes_the_page_beside_the_run_and_prints_where(folder, tmp_path, capsys):
     run(["report", str(folder)])
     assert capsys.readouterr().out.strip() == str(folder / "report.html") and (folder / "report.html").stat().st_size
-    run(["report", str(folder), "--output", str(tmp_path / "page.html")])
+    run(["report", str(folder), "--output", str(tmp_path / "page.html"), "--json"])
+    assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path / "page.html")}
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     with pytest.raises(HoldfastError, match="no run folder .*nowhere"):
         run(["report", str(tmp_path / "nowhere")])

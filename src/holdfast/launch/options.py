@@ -41,17 +41,17 @@ class SlurmOptions:
     partition: str | None = None
     """Partition (queue) of the cluster."""
     account: str | None = None
-    """Account that pays."""
+    """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     time: str | None = None
-    """Time limit as Slurm writes it: minutes, H:M:S or D-H:M:S. The run goes on in the next one."""
+    """Time limit as Slurm writes it: minutes, H:M:S or D-H:M:S. The next job continues the run."""
     exclusive: bool = False
     """Whole nodes only."""
     constraint: str | None = None
     """Features that the nodes must have."""
     reservation: str | None = None
-    """Reservation to run in."""
+    """Reservation to use."""
     array: str | None = None
     """Preprocess: partitions to run instead of all, e.g. 3,7-9%2."""
     dependency: str | None = None
@@ -67,15 +67,15 @@ class SlurmOptions:
     container_mounts: str | None = None
     """SOURCE:TARGET,... for Pyxis. Unset: $DATA_PATH and every folder that the job names, under their own names."""
     sbatch: tuple[str, ...] = ()
-    """Further options for #SBATCH lines, e.g. '--mail-type=END'."""
+    """Further options for #SBATCH lines, e.g. --sbatch=--mail-type=END."""
     job_name: str | None = None
     """Name in the queue. Unset: that of the run folder."""
     requeue: bool = True
-    """Come back by itself: after preemption, a lost node or the time limit."""
+    """Requeue the job after preemption, a lost node or the time limit."""
     max_requeues: int = 20
-    """Starts after which the job gives up coming back."""
+    """Requeues after which the job fails."""
     signal_seconds: int = 300
-    """Seconds before the time limit at which the run persists and requeues itself. Slurm may be a minute early."""
+    """Seconds before the time limit at which the run persists and requeues itself. Slurm may signal up to a minute early."""
     dry_run: bool = False
     """Print the batch file and submit nothing."""
     json: bool = False
@@ -113,7 +113,7 @@ class KubernetesOptions:
     cpus: str | None = None
     """CPU cores per pod."""
     mem: str | None = None
-    """Memory per pod, e.g. 200Gi. What lies in /dev/shm counts."""
+    """Memory per pod, e.g. 200Gi; includes /dev/shm."""
     efa: int = 0
     """Elastic Fabric Adapters per pod (AWS)."""
     kind: Literal["job", "jobset", "pytorchjob", "trainjob"] = "job"
@@ -121,21 +121,21 @@ class KubernetesOptions:
     name: str | None = None
     """Name of the job. Unset: that of the run folder, with `run-` in front of a digit."""
     namespace: str = "default"
-    """Namespace of everything."""
+    """Namespace of all objects."""
     pvc: tuple[str, ...] = ()
-    """CLAIM:/PATH pairs: volume claims and where they are mounted. Data and run folder must lie on them."""
+    """CLAIM:/PATH pairs: volume claims and where they are mounted. Data and run folder must be on them."""
     shm: str | None = None
     """Size of /dev/shm, e.g. 64Gi. Unset: what the snapshots of this configuration need."""
     env: tuple[str, ...] = ()
     """NAME=VALUE pairs for the container."""
     node_selector: tuple[str, ...] = ()
-    """LABEL=VALUE pairs that the nodes must carry."""
+    """LABEL=VALUE pairs that the nodes must have."""
     max_restarts: int = 20
     """Restarts after which the job fails."""
     apply: bool = False
-    """Hand the manifests to kubectl. Without it they are only printed."""
+    """Create the objects with kubectl, instead of printing them."""
     dry_run: bool = False
-    """Print the manifests (the default, spelled out)."""
+    """Print the manifests and create nothing (the default)."""
     json: bool = False
     """Print the manifests as one JSON list instead of YAML."""
     command: tuple[str, ...] = field(default=(), metadata=remainder("train|preprocess ..."))
