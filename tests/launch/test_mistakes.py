@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.journal import Journal
 from holdfast.launch import control, doctor, images, kubernetes, slurm
 from holdfast.launch.batch import Training, train_script
 from holdfast.launch.command import check_counts, launch_kubernetes
@@ -98,15 +99,33 @@ def test_a_signal_that_comes_with_the_start_is_refused_with_what_would_fit(limit
         slurm.check_times(None, limit, 300)
 
 
-def test_slurm_without_a_controller_is_named_as_that(tmp_path: Path) -> None:
-    """A stand-in for sbatch on a machine that is not part of the cluster."""
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\necho 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1\n")
-    sbatch.chmod(0o755)
-    code = "from holdfast.launch import slurm; slurm.check('#!/bin/bash')"
+@pytest.mark.parametrize(("program", "call"), [("sbatch", "check('#!/bin/bash')"), ("scontrol", "jobs('7')")])
+def test_slurm_without_a_controller_is_named_as_that(tmp_path: Path, program: str, call: str) -> None:
+    """A stand-in for Slurm's programs on a machine that is not part of the cluster."""
+    path = tmp_path / program
+    path.write_text(
+        "#!/bin/sh\n"
+        "echo 'x: error: fetch_config: DNS SRV lookup failed' >&2\n"
+        "echo 'x: fatal: Could not establish a configuration source' >&2\n"
+        "exit 1\n"
+    )
+    path.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    code = f"from holdfast.launch import slurm; slurm.{call}"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert "Slurm's controller cannot be reached from this machine" in done.stderr.splitlines()[-1]
+    line = done.stderr.splitlines()[-1]
+    assert "Slurm's controller cannot be reached from this machine" in line
+    assert "DNS" not in line
+
+
+def test_logs_of_jobs_that_printed_nothing_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(control.record_file(tmp_path))
+    journal.event("submitted", job="7", script="train.sbatch")
+    journal.close()
+    control.print_logs(tmp_path, follow=False)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "has printed anything yet" in err
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])

@@ -115,9 +115,13 @@ def outputs(run: Path) -> list[Path]:
 
 def print_logs(run: Path, follow: bool) -> None:
     """What the jobs printed, file after file; with `follow` also what comes, until no job is active."""
+    printed = False
     for chunk in log_chunks(run, follow):
         sys.stdout.write(chunk)
         sys.stdout.flush()
+        printed = True
+    if not printed:
+        say(f"no job of {run} has printed anything yet; `holdfast launch status {run}` shows where they are")
 
 
 def log_chunks(run: Path, follow: bool) -> Iterator[str]:

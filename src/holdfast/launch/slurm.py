@@ -55,11 +55,17 @@ def check(script: str) -> None:
     if done.returncode == 0:
         return
     why = reason(done.stderr)
-    if any(sign in why for sign in UNREACHABLE):
-        raise HoldfastError(f"Slurm's controller cannot be reached from this machine ({why}); use a login node")
+    require_controller(why)
     if "partition" in why.lower():
         why += f" (there are: {', '.join(partitions()) or 'none'})"
     raise HoldfastError(f"Slurm would refuse this job: {why}; nothing was submitted")
+
+
+def require_controller(why: str) -> None:
+    """Refuses to go on when a command failed because no controller answers."""
+    if any(sign in why for sign in UNREACHABLE):
+        last = why.split("; ")[-1]
+        raise HoldfastError(f"Slurm's controller cannot be reached from this machine ({last}); use a login node")
 
 
 def partitions() -> list[str]:
@@ -127,6 +133,7 @@ def jobs(job: str) -> list[dict[str, str]]:
     if done.returncode:
         if "Invalid job id" in done.stderr:
             return []
+        require_controller(reason(done.stderr))
         raise HoldfastError(f"scontrol cannot describe job {job}: {reason(done.stderr)}")
     return [
         dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|\s*$)", line)) for line in done.stdout.splitlines() if line.strip()
