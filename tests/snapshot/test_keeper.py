@@ -273,8 +273,8 @@ def test_a_keeper_is_small(run):
 def test_what_cannot_be_kept_is_refused_by_name(run, tmp_path):
     import torch
 
+    from holdfast.checkpoint.json_state import encode
     from holdfast.snapshot import Snapshots
-    from holdfast.snapshot.smallstate import encode
 
     with pytest.raises(HoldfastError, match="cursor"):
         Snapshots("x", torch.nn.Linear(2, 2), extra={"cursor": 3}, folder=tmp_path, memory=run.memory)

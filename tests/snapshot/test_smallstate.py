@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.snapshot.smallstate import decode, encode, random_state, set_random_state
+from holdfast.checkpoint.json_state import decode, encode
+from holdfast.snapshot.smallstate import random_state, set_random_state
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.collective import agree, gather, rank_and_world
 from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.json_state import DTYPES
 from holdfast.checkpoint.reader import Tensors, open_checkpoint
-from holdfast.checkpoint.state import DTYPES, Item, State
+from holdfast.checkpoint.state import Item, State
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
 
@@ -28,7 +29,11 @@ def load(path: Path | str, state: State, optimizer: bool = True, weights_only: b
     their dtype may differ, and of the small state nothing is taken. `state.shared` and, at an unchanged world size,
     `state.per_rank` are replaced by what was saved.
     """
-    optimizer = optimizer and not weights_only
+    with state.undone_on_error():
+        return _load(path, state, optimizer and not weights_only, weights_only)
+
+
+def _load(path: Path | str, state: State, optimizer: bool, weights_only: bool) -> dict[str, Any]:
     trouble, checkpoint = None, None
     try:
         checkpoint = open_checkpoint(path)

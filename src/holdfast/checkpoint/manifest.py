@@ -90,11 +90,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path | str) -> Manifest:
     """The manifest of a checkpoint folder. An absent or damaged one is a HoldfastError that names it."""
     file = Path(path) / FILE_NAME
+    if not file.is_file():
+        raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}")
     try:
         record = orjson.loads(file.read_bytes())
         checksum = record.pop("checksum")
-    except FileNotFoundError:
-        raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}") from None
+    except OSError as error:
+        raise HoldfastError(f"{file} cannot be read: {error.strerror}") from error
     except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise HoldfastError(f"{file} is damaged: not a manifest ({error})") from error
     if not isinstance(record, dict) or checksum != _checksum(record):
@@ -122,7 +124,12 @@ def merge_settings(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict
         for entry in entries:
             home = next((known for known in merged if known["settings"] == entry["settings"]), None)
             if home is None:
-                home = {"parameters": [], "settings": entry["settings"], "numbers": {}}
+                home = {
+                    "parameters": [],
+                    "settings": entry["settings"],
+                    "numbers": {},
+                    "exact": entry.get("exact", False),
+                }
                 merged.append(home)
             known_names = set(home["parameters"])
             home["parameters"] += [name for name in entry["parameters"] if name not in known_names]

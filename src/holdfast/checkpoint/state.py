@@ -6,23 +6,22 @@ trace in a name, tied parameters occur once, and a DTensor is described by the b
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import _TYPES
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from holdfast.checkpoint.layout import ITEM_SIZES, Piece
+from holdfast.checkpoint.json_state import DTYPE_NAMES, DTYPES, decode, encode
+from holdfast.checkpoint.layout import Piece
 from holdfast.checkpoint.plan import Held
 from holdfast.errors import HoldfastError
 
 NUMBER = (int, float)  # as a tuple: a union is made anew, and asked slowly, for every tensor of every snapshot
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TYPES.items() if dtype and name in ITEM_SIZES}
-DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -101,37 +100,55 @@ class State:
             ) from None
 
     def optimizer_settings(self) -> list[dict[str, Any]]:
-        """Learning rates and the like, with the names of the parameters they hold for; and state that is a mere number. JSON."""
+        """Learning rates and the like, with the names of the parameters they hold for; and state that is a mere number. JSON.
+        `exact`: tuples and lists are told apart, which files of earlier versions do not."""
         told = []
         for optimizer in self.optimizers:
-            numbers: dict[str, dict[str, int | float]] = {}
+            numbers: dict[str, dict[str, Any]] = {}
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, NUMBER):
-                        numbers.setdefault(self.name_of(parameter), {})[key] = value
+                        numbers.setdefault(self.name_of(parameter), {})[key] = encode(value, key)
             for group in optimizer.param_groups:
                 names = [self.name_of(parameter) for parameter in group["params"]]
                 told.append(
                     {
                         "parameters": names,
-                        "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
+                        "settings": {key: _plain(key, value) for key, value in group.items() if key != "params"},
                         "numbers": {name: numbers[name] for name in names if name in numbers} if numbers else {},
+                        "exact": True,
                     }
                 )
         return told
 
     def apply_optimizer_settings(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        homes = {name: entry["settings"] for entry in saved for name in entry["parameters"]}
+        homes = {name: (entry["settings"], entry.get("exact")) for entry in saved for name in entry["parameters"]}
         numbers = {name: values for entry in saved for name, values in entry["numbers"].items()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 names = [self.name_of(parameter) for parameter in group["params"]]
-                settings: dict[str, Any] = next((homes[name] for name in names if name in homes), {})
+                settings, exact = next((homes[name] for name in names if name in homes), ({}, True))
                 for key, value in settings.items():
-                    _set(group, key, value)
+                    _set(group, key, decode(value), exact)
                 for name, parameter in zip(names, group["params"], strict=True):
                     if name in numbers:
-                        optimizer.state[parameter].update(numbers[name])
+                        optimizer.state[parameter].update(decode(numbers[name]))
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Optimizer state that was created inside, for a checkpoint that then could not be loaded, is removed again: an older
+        one may not have it."""
+        known = [{parameter: set(state) for parameter, state in o.state.items()} for o in self.optimizers]
+        try:
+            yield
+        except BaseException:
+            for optimizer, before in zip(self.optimizers, known, strict=True):
+                for parameter in list(optimizer.state):
+                    for key in set(optimizer.state[parameter]) - before.get(parameter, set()):
+                        del optimizer.state[parameter][key]
+                    if parameter not in before:
+                        del optimizer.state[parameter]
+            raise
 
     def create_optimizer_state(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """Makes room for the optimizer tensors that a checkpoint has (name → dtype, shape) and a fresh optimizer has not."""
@@ -144,12 +161,12 @@ class State:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = self.name_of(parameter)
-                    state = optimizer.state[parameter]
                     for key in keys.get(name, ()):
-                        if key not in state:
+                        if key not in optimizer.state[parameter]:
                             dtype, shape = tensors[f"optimizer.{name}.{key}"]
                             rows = self.padded_rows.get(name)
-                            state[key] = _empty_state(parameter, group, DTYPES[dtype], shape, rows)
+                            state = _empty_state(parameter, group, DTYPES[dtype], shape, rows)
+                            optimizer.state[parameter][key] = state
 
 
 def describe(name: str, tensor: torch.Tensor, divisible: bool = True) -> Item:
@@ -225,17 +242,16 @@ def _empty_state(
     return torch.zeros(shape, dtype=dtype, device="cpu" if on_device else parameter.device)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
+def _plain(key: str, value: Any) -> Any:
+    scalar = isinstance(value, torch.Tensor) and not value.shape
+    return encode(value.item() if scalar else value, f"the optimizer's {key}")
 
 
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
+def _set(group: dict[str, Any], key: str, value: Any, exact: bool | None) -> None:
     current = group.get(key)
     if isinstance(current, torch.Tensor):
-        current.fill_(value)
-    elif isinstance(value, list):
+        current.copy_(value) if isinstance(value, torch.Tensor) else current.fill_(value)
+    elif isinstance(value, list) and not exact:
         group[key] = tuple(value)
     else:
         group[key] = value

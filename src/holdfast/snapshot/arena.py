@@ -300,9 +300,16 @@ class Arena:
         """The headers of all slots; one that takes no memory is EMPTY."""
         return [self._header(index) for index in range(SLOTS)]
 
+    def damaged_headers(self) -> list[int]:
+        """Slots whose header is neither one that was stored nor empty memory."""
+        return [i for i in range(SLOTS) if unpack_header(raw := self._raw_header(i)) is NOTHING and any(raw)]
+
     def _header(self, index: int) -> SlotHeader:
+        return unpack_header(self._raw_header(index))
+
+    def _raw_header(self, index: int) -> bytes:
         # Read, not mapped: to look at a page of a slot that takes no memory would allocate it, or end in SIGBUS if none is left.
-        return unpack_header(os.pread(self._descriptor, _SLOT.size + 8, self.sizes.file(index)))
+        return os.pread(self._descriptor, _SLOT.size + 8, self.sizes.file(index))
 
     def find(self, step: int) -> tuple[Slot, SlotHeader] | None:
         """The READY slot of a step, the younger one where there are two."""

@@ -17,12 +17,12 @@ import orjson
 import torch
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.json_state import encode
 from holdfast.checkpoint.layout import Layout
 from holdfast.checkpoint.state import Item
 from holdfast.checkpoint.writing import rows_of
 from holdfast.snapshot.arena import NOTHING, Slot, ready_header
 from holdfast.snapshot.digest import ROW, digest_starts, rows_in, sum_rows, sum_tail, sum_whole_rows_on_device
-from holdfast.snapshot.smallstate import encode
 
 # small enough that the sum reads from the cache what the copy has just read from memory
 STRIDE = 1 << 20

@@ -24,7 +24,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,13 +124,16 @@ class Place:
         return sum(entry.stat().st_blocks * 512 for entry in _entries(self.path) if entry.is_file())
 
 
-def open_arenas(paths: list[Path], run: str) -> list[Arena]:
-    """The arenas that can be read and belong to the run; the others are left alone."""
+def open_arenas(paths: list[Path], run: str, on_damage: Callable[[str], None] = lambda message: None) -> list[Arena]:
+    """The arenas that can be read and belong to the run; the others are left alone, `on_damage` learns about damaged ones."""
     found = []
     for path in paths:
         try:
             arena = Arena(path)
-        except (DamagedError, FileNotFoundError):
+        except FileNotFoundError:
+            continue
+        except (DamagedError, OSError) as error:
+            on_damage(str(error))
             continue
         if arena.run == run:
             found.append(arena)

@@ -1,17 +1,17 @@
 """Where to continue: the highest step for which every byte verifies, from memory, a peer's memory or disk.
 
 Every node lists what it holds; all ranks see the same list and reach the same decision. The ranks of a node verify what
-lies on it together; a slot that does not verify is left out and named, and the next copy of it, or the next step, is
-tried. The invariant: what `restore` fills in was verified after it was chosen, is of one step on all ranks, and is the
-newest of its kind.
+lies on it together; what cannot be used is left out and named, and the next copy of it, or the next step, is tried. The
+invariants: what `restore` fills in was verified after it was chosen, is of one step on all ranks, and is the newest of its
+kind; a run that has any state starts at step 0 only if the user removes that state.
 """
 
-import math
 import os
+import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import torch
 
 from holdfast.checkpoint.collective import agree
 from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.json_state import decode
 from holdfast.checkpoint.loading import fill, load, refuse_unused
 from holdfast.checkpoint.manifest import merge_settings
 from holdfast.checkpoint.reader import Bytes, Tensors
@@ -27,9 +28,10 @@ from holdfast.checkpoint.state import State
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
 from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, forget
+from holdfast.snapshot.nan_guard import NEAR
 from holdfast.snapshot.peers import PULLED, pull
 from holdfast.snapshot.place import Place, open_arenas
-from holdfast.snapshot.smallstate import decode, set_random_state
+from holdfast.snapshot.smallstate import set_random_state
 from holdfast.snapshot.starting import start_keeper
 
 if TYPE_CHECKING:
@@ -79,82 +81,115 @@ def restore(snapshots: "Snapshots") -> Resumed:
     team = snapshots.team
     # A step that a rank has not done was not done; a desk that nobody sat at before does not count.
     reached = min(filter(None, team.gather(snapshots.reached)), default=0)
-    suspected = _suspected(snapshots)
+    suspect = team.gather(snapshots.nan_guard.suspected() if team.rank == 0 else None)[0]
     if team.first_here:
         # Others may pull from it; one that was killed a moment ago still seemed to be there.
         start_keeper(snapshots.place)
-    held, complete, highest = _everything_held(snapshots)
+    held, complete, highest, unusable = _everything_held(snapshots)
     disk: list[list[Any]] = team.gather(_on_disk(snapshots.folder) if team.rank == 0 else None)[0]
-    candidates: list[tuple[int, int, Any]] = [(key[0], 1, key) for key in held if key[0] < suspected]
+    candidates: list[tuple[int, int, Any]] = [(key[0], 1, key) for key in held]
     candidates += [(step, 0, path) for step, path in disk]
-    for step, in_memory, candidate in sorted(candidates, key=lambda entry: entry[:2], reverse=True):
+
+    def preference(entry: tuple[int, int, Any]) -> tuple[bool, int, int]:
+        """Newest first, memory before disk; what is suspected of leading to NaN only if there is nothing else."""
+        return suspect is None or entry[0] < suspect, *entry[:2]
+
+    for step, in_memory, candidate in sorted(candidates, key=preference, reverse=True):
         if in_memory:
             filled = _fill_from_memory(snapshots, held[candidate], complete[candidate])
         else:
             filled = _fill_from_disk(snapshots, candidate)
         if filled is not None:
+            if suspect is not None:
+                _deal_with_suspect(snapshots, suspect, step)
             _forget_the_rest(snapshots, step if in_memory else None)
             lost = max(0, reached - step)
             seconds = time.perf_counter() - begin
             snapshots.event("resumed", source=filled.source, step=step, steps_lost=lost, seconds=round(seconds, 4))
-            say(f"resumed from {filled.source} at step {step} in {seconds:.2f} s; {lost} steps to redo")
+            redo = f"; {lost} step{'s' * (lost != 1)} to redo" if lost else ""
+            say(f"resumed from {filled.source} at step {step} in {seconds:.2f} s{redo}")
             if team.rank == 0:
-                snapshots.quarantine.resumed_from(step)
+                snapshots.nan_guard.resumed_from(step)
             return Resumed(step, in_memory == 1, highest, filled.arena)
     if disk:
         raise HoldfastError(
-            f"no checkpoint in {snapshots.folder} can be used (see the lines above); remove them to start afresh"
+            f"no checkpoint in {snapshots.folder} can be used (see the lines above); remove them to start over at step 0"
         )
+    if candidates or unusable:
+        raise HoldfastError(
+            f"memory holds state of this run that cannot be used ({'; '.join(unusable) or 'see the lines above'}), and no "
+            f"checkpoint is on disk. To give it up and start over at step 0, remove {snapshots.place.path}"
+        )
+    if team.rank == 0:
+        snapshots.nan_guard.resumed_from(None)
     _forget_the_rest(snapshots, None)
     return Resumed(0, sequence=highest)
 
 
-def _suspected(snapshots: "Snapshots") -> float:
-    """The step from which on no state is used, because it led to NaN twice; rank 0 decides, and puts such checkpoints aside."""
-    suspect = None
-    if snapshots.team.rank == 0:
-        suspect = snapshots.quarantine.suspected()
-        for path in snapshots.quarantine.set_aside():
-            say(f"{path} led to NaN twice and is set aside")
-    told = snapshots.team.gather(suspect)[0]
-    if told is None:
-        return math.inf
-    snapshots.event("snapshot", step=told, outcome="set aside", reason="it led to NaN twice")
-    return float(told)
+def _deal_with_suspect(snapshots: "Snapshots", suspect: int, step: int) -> None:
+    """Two resumed runs met NaN soon after step `suspect`; now the run has `step` to continue from."""
+    if snapshots.team.rank != 0:
+        return
+    if step >= suspect:
+        say(
+            f"WARNING: two runs that resumed near step {suspect} met NaN soon after, and no older state can be used; "
+            f"continuing from step {step}. Look at the data and the learning rate"
+        )
+        return
+    aside = snapshots.nan_guard.quarantine()
+    names = ", ".join(str(path) for path in aside) or "snapshots in memory"
+    say(
+        f"WARNING: two runs that resumed near step {suspect} met NaN soon after: {names} set aside, going back to step {step}"
+    )
+    reason = f"two resumed runs met NaN within {NEAR} steps"
+    snapshots.event("snapshot", step=suspect, outcome="set aside", reason=reason, paths=[str(path) for path in aside])
 
 
 Key = tuple[int, int]
 """step, generation"""
 
 
-def _everything_held(snapshots: "Snapshots") -> tuple[dict[Key, Candidate], dict[Key, list[list[int]]], int]:
-    """Every complete candidate over all nodes, the sets of ranks that make it so, and the highest sequence number so far."""
+def _everything_held(snapshots: "Snapshots") -> tuple[dict[Key, Candidate], dict[Key, list[list[int]]], int, list[str]]:
+    """Every complete candidate over all nodes, the sets of ranks that make it so, the highest sequence number so far, and what
+    of the run is there and cannot be used."""
     team, place = snapshots.team, snapshots.place
     mine: list[dict[str, Any]] = []
+    damaged: list[str] = []
     if team.first_here:
         for peer, paths in ((False, place.arenas()), (True, place.peer_arenas())):
-            for arena in open_arenas(paths, place.key):
-                mine += _list_slots(arena, place.node, peer)
+            for arena in open_arenas(paths, place.key, damaged.append):
+                mine += _list_slots(arena, place.node, peer, damaged.append)
                 arena.close()
-    told = [entry for entries in team.gather(mine) for entry in entries]
+    everyone = team.gather([mine, damaged])
+    unusable = [message for _, messages in everyone for message in messages]
+    for message in unusable if team.rank == 0 else ():
+        say(f"{message}; it is left out")
+        snapshots.event("snapshot", outcome="rejected", reason=message)
+    told = [entry for entries, _ in everyone for entry in entries]
     complete = {(e["step"], e["generation"]): e["complete"] for e in told}
     found: dict[Key, Candidate] = defaultdict(lambda: defaultdict(list))
     for entry in sorted(told, key=lambda entry: entry["peer"]):
         fields = {name: entry[name] for name in Location.__dataclass_fields__}
         found[entry["step"], entry["generation"]][entry["rank"]].append(Location(**fields))
     whole = {key: candidate for key, candidate in found.items() if _whole(complete[key], candidate)}
-    return whole, complete, max((entry["sequence"] for entry in told), default=0)
+    if not whole and len({step for step, _ in found}) > 1:
+        # A rank that holds two steps knew that all ranks held one of them.
+        lacking = ", ".join(f"step {step} of ranks {sorted(found[step, plan])} alone" for step, plan in sorted(found))
+        unusable.append(f"no step is complete: {lacking}")
+    return whole, complete, max((entry["sequence"] for entry in told), default=0), unusable
 
 
-def _list_slots(arena: Arena, node: str, peer: bool) -> list[dict[str, Any]]:
+def _list_slots(arena: Arena, node: str, peer: bool, on_damage: Callable[[str], None]) -> list[dict[str, Any]]:
     listed = []
+    for index in arena.damaged_headers():
+        on_damage(f"the header of slot {index} of {arena.path} is damaged")
     for index, header in enumerate(arena.headers()):
         if header.state != READY:
             continue
         try:
             complete = arena.slot(index).small_state(header)["complete"]
         except DamagedError as error:
-            say(f"{error}; it is left out")
+            on_damage(str(error))
             continue
         copy = Location(
             node, arena.path.name, index, arena.rank, arena.plan, arena.generation, header.step, header.sequence, peer
@@ -181,20 +216,31 @@ def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Se
         opened.close_all_but(None)
         return None
     source = Tensors(f"the snapshot of step {step}", {})
-    trouble = None
+    small: dict[int, dict[str, Any]] = {}
+    trouble: Exception | None = None
     try:
         opened.register_ahead(good.get(team.rank, ()))
         small = {rank: opened.add(source, good[rank]) for rank in ranks}
         if team.rank in good and team.rank not in small and any(copy.node == place.node for copy in good[team.rank]):
             small[team.rank] = opened.add(None, good[team.rank])
-        facts = small[ranks[0]]
-        fill(source, snapshots.state, facts["padded_rows"])
-    except Exception as error:
+    except (HoldfastError, OSError, struct.error) as error:
         trouble = error
-    finally:
-        own = opened.close_all_but(team.rank)
-    agree(trouble, team.group)
-    refuse_unused(source.tensors, snapshots.state, source.origin, team.group)
+    troubles = [message for message in team.gather(str(trouble) if trouble else None) if message]
+    if troubles:  # a peer that does not answer, say: an older state is better than none
+        say(f"the snapshot of step {step} in memory cannot be used; trying the next one: {troubles[0]}")
+        snapshots.event("snapshot", step=step, outcome="rejected", reason=troubles[0][:1000])
+        opened.close_all_but(None)
+        return None
+    facts = small[ranks[0]]
+    with snapshots.state.undone_on_error():
+        try:
+            fill(source, snapshots.state, facts["padded_rows"])
+        except Exception as error:
+            trouble = error
+        finally:
+            own = opened.close_all_but(team.rank)
+        agree(trouble, team.group)
+        refuse_unused(source.tensors, snapshots.state, source.origin, team.group)
     snapshots.state.apply_optimizer_settings(merge_settings([small[rank]["optimizer"] for rank in sorted(small)]))
     mine = small.get(team.rank) if facts["world"] == team.world else None
     _apply_small(snapshots, (mine or small[min(small)])["extra"], mine["random"] if mine else None)
@@ -312,7 +358,7 @@ def _fill_from_disk(snapshots: "Snapshots", path: str) -> Filled | None:
     state = snapshots.state
     try:
         shared = load(path, state)
-    except HoldfastError as error:
+    except (HoldfastError, OSError) as error:
         say(f"checkpoint {path} cannot be used, trying the one before: {error}")
         snapshots.event("snapshot", outcome="rejected", reason=str(error)[:1000])
         return None

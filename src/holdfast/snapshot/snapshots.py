@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.checkpoint.collective import agree
+from holdfast.checkpoint.json_state import encode
 from holdfast.checkpoint.state import State
 from holdfast.errors import HoldfastError
 from holdfast.journal import PatientJournal
@@ -37,10 +38,10 @@ from holdfast.snapshot.copying import Copy
 from holdfast.snapshot.desk import FINISHED, STOPPED, Desk, desk_name
 from holdfast.snapshot.failed_saves import FailedSaveReport
 from holdfast.snapshot.holder import Holder
+from holdfast.snapshot.nan_guard import NanGuard
 from holdfast.snapshot.place import MEMORY, Place, keeper_alive, open_private, remove_stale, write_json
-from holdfast.snapshot.quarantine import Quarantine
 from holdfast.snapshot.resume import restore
-from holdfast.snapshot.smallstate import Extra, encode, random_state
+from holdfast.snapshot.smallstate import Extra, random_state
 from holdfast.snapshot.starting import start_keeper
 from holdfast.snapshot.team import Heard, Team
 from holdfast.snapshot.wishes import SAVE, STOP, Wishes
@@ -107,7 +108,7 @@ class Snapshots:
         self._takes_unasked = 0
         self._last_keeper_check = 0.0
         self._failed_saves = FailedSaveReport(self.place)
-        self.quarantine = Quarantine(self.folder)
+        self.nan_guard = NanGuard(self.folder)
         self._move_in()
         self._holder = Holder(self.state, self.team, self.place, mode, self.desk)
         self._wishes = Wishes(self.place.path, listen_to_signals)
@@ -311,9 +312,10 @@ class Snapshots:
         return self._stop_agreed
 
     def report_nan(self) -> None:
-        """The loss has become NaN or infinite. A snapshot that two resumed runs ended so from is set aside by `restore`."""
+        """The loss has become NaN or infinite. A state after which two resumed runs met that soon is set aside by `restore`, if
+        there is an older one."""
         if self.team.rank == 0:
-            self.quarantine.count()
+            self.nan_guard.report(self._step)
 
     def close(self) -> None:
         """Ends the snapshots of a finished or stopped run. Collective.

@@ -1,0 +1,80 @@
+"""States that lead to NaN: counted in the run folder, quarantined after the second resume that met one.
+
+The invariants: a resumed run is counted once at most, and only for a NaN within NEAR steps of the step it resumed from; what is
+quarantined is the suspected state and what descends from it; nothing is removed. So a bad snapshot does not catch the run in a
+loop, and a NaN that has nothing to do with the resumed state costs nothing.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.errors import HoldfastError
+from holdfast.progress import say
+from holdfast.publish import publish_bytes
+
+LIMIT = 2
+NEAR = 100
+"""steps"""
+
+
+class NanGuard:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / "quarantine.json"
+
+    def resumed_from(self, step: int | None) -> None:
+        """Notes where the run continues; None for a fresh start. A state that was suspected before is dealt with by now."""
+        record = self._read()
+        dealt_with = step is None or self.suspected() is not None
+        record |= {"resumed": step, "counted": False}
+        self._write(record | {"suspect": None, "count": 0} if dealt_with else record)
+
+    def report(self, step: int) -> None:
+        """The loss of this step is NaN or infinite."""
+        record = self._read()
+        resumed, suspect = record["resumed"], record["suspect"]
+        if resumed is None or record["counted"] or not 0 <= step - resumed <= NEAR:
+            return
+        if suspect is not None and suspect <= resumed <= suspect + NEAR:
+            record["count"] += 1
+        else:
+            record |= {"suspect": resumed, "count": 1}
+        self._write(record | {"counted": True})
+
+    def suspected(self) -> int | None:
+        """The step from which on states are not to be used if there is any other: two resumed runs met a NaN near them."""
+        record = self._read()
+        return record["suspect"] if record["count"] >= LIMIT else None
+
+    def quarantine(self) -> list[Path]:
+        """Renames the suspected checkpoints on disk, so that no reader takes them for good ones; their new names."""
+        suspect = self.suspected()
+        return [
+            _set_aside(path) for step, path in checkpoints_in(self._folder) if suspect is not None and step >= suspect
+        ]
+
+    def _read(self) -> dict[str, Any]:
+        empty = {"resumed": None, "suspect": None, "count": 0, "counted": False}
+        try:
+            record = orjson.loads(self._path.read_bytes())
+            return {name: record.get(name, default) for name, default in empty.items()}
+        except (OSError, orjson.JSONDecodeError, AttributeError):
+            return empty
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            publish_bytes(self._path, orjson.dumps(record))
+        except (HoldfastError, OSError) as error:  # a full disk costs the count, not the run
+            say(f"{self._path} was not written: {error}")
+
+
+def _set_aside(path: Path) -> Path:
+    """A step that is suspected again, after it was repeated, gets a number."""
+    names = (f"set-aside-{path.name}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
+    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    os.rename(path, target)
+    return target
