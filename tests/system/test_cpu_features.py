@@ -123,28 +123,51 @@ def test_the_explanation_fits_the_cpu(cpuinfo: Path, monkeypatch: pytest.MonkeyP
     assert "built for another CPU" in explain_sigill(cpuinfo)
 
 
+DRIVER = """
+import sys
+from pathlib import Path
+from holdfast.cli import main
+from holdfast.system import cpu_features
+from holdfast.train import supervisor
+folder = Path(sys.argv.pop(1))
+probe = cpu_features.Probe(folder / "cpuinfo", (sys.executable, "-c", sys.argv.pop(1)), folder)
+supervisor.reports_amx = lambda: True
+supervisor.avoid_amx_traps = lambda: cpu_features.avoid_amx_traps(probe)
+main()
+"""
+
+
 @pytest.mark.distributed
-def test_a_rank_that_dies_by_sigill_is_explained_and_not_restarted(tmp_path: Path) -> None:
-    """The rank kills itself as soon as it is set up as rank 1; the supervisor is the real one."""
+def test_ranks_inherit_the_limit_and_one_that_dies_by_sigill_all_the_same_is_not_restarted(
+    tmp_path: Path, cpuinfo: Path
+) -> None:
+    """The real supervisor on a CPU that reports AMX; rank 1 notes its environment and kills itself."""
     trap = tmp_path / "site" / "sitecustomize.py"
     trap.parent.mkdir()
     trap.write_text(
         "import os, signal\n"
         "if os.environ.get('RANK') == '1':\n"
-        f"    open({str(tmp_path / 'starts')!r}, 'a').write('x\\n')\n"
+        f"    open({str(tmp_path / 'starts')!r}, 'a').write(os.environ['ONEDNN_MAX_CPU_ISA'] + '\\n')\n"
         "    os.kill(os.getpid(), signal.SIGILL)\n"
     )
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 2 "
-        f"--eval-interval 0 --no-tensorboard --nproc-per-node 2 --max-restarts 3 --vocab-size {VOCABULARY}"
+        f"--eval-interval 0 --no-tensorboard --nproc-per-node 2 --max-restarts 3 --bf16 --vocab-size {VOCABULARY}"
     ).split()
     prefix, run = write_dataset(tmp_path / "corpus"), tmp_path / "run"
-    command = [sys.executable, "-m", "holdfast.cli", "train", *flags, "--data-path", str(prefix), "--save", str(run)]
-    environment = {**os.environ, "PYTHONPATH": str(trap.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), TRAPS, "train", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(trap.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--data-path", str(prefix), "--save", str(run)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 1
-    assert starts(tmp_path) == 1
-    errors = [line for line in done.stderr.splitlines() if "SIGILL" in line]
-    assert len(errors) == 1 and errors[0].startswith("holdfast: error: rank 1: killed by SIGILL"), done.stderr
+    assert (tmp_path / "starts").read_text() == "AVX512_CORE_FP16\n"  # once, with the limit
+    limited, error = (line for line in done.stderr.splitlines() if "SIGILL" in line)
+    assert limited.endswith("oneDNN runs without it (ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)")
+    assert error.startswith("holdfast: error: rank 1: killed by SIGILL") and "set a lower one" in error
     assert "Traceback" not in done.stderr
     assert f'"exit_code":{-signal.SIGILL}' in (run / "events.jsonl").read_text().replace(" ", "")
