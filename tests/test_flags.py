@@ -98,6 +98,11 @@ def test_a_list_flag_given_twice_adds_up_and_may_be_empty():
     assert read("in", "--output-prefix", "o", "--sizes").sizes == ()
 
 
+def test_a_required_list_needs_a_value():
+    with pytest.raises(UsageError, match="needs --input"):
+        flags.parse(PreprocessOptions, "holdfast preprocess", ["--input", "--output-prefix", "o"])
+
+
 def test_values_may_look_like_numbers_or_flags():
     options = read("in", "--output-prefix=--odd_name", "--rate", "-1", "--names", "-")
     assert (options.output_prefix, options.rate, options.names) == ("--odd_name", -1.0, ("-",))
@@ -115,7 +120,9 @@ def test_values_may_look_like_numbers_or_flags():
         ("in", "holdfast sample needs --output-prefix"),
         ("--names a", "holdfast sample needs SRC and --output-prefix"),
         ("in more --output-prefix o", "unexpected argument 'more'"),
-        ("in --output-prefix", "--output-prefix: expected one argument"),
+        ("in --output-prefix", "--output-prefix needs a value"),
+        ("in --output-prefix o --rate -x", "one that starts with - is given as --rate=VALUE"),
+        ("in --output-prefix o --follow=yes", "--follow takes no value"),
         ("in --output-prefix o --width four", "--width four: expected an integer"),
         ("in --output-prefix o --rate fast", "--rate fast: expected a number"),
         ("in --output-prefix o --mode quick", "--mode quick: choose one of fast, slow"),

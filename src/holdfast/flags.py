@@ -168,7 +168,7 @@ def parse(options: type[Options], prog: str, arguments: Sequence[str]) -> Option
     given = _read(_Splitter(flags, prog), flags, arguments)
     defaults: dict[str, Any] = getattr(options, "defaults", lambda _: {})(given)
     values = {**defaults, **given}
-    missing = [flag.title for flag in flags if flag.default is MISSING and flag.name not in values]
+    missing = [flag.title for flag in flags if flag.default is MISSING and values.get(flag.name, ()) == ()]
     if missing:
         raise UsageError(f"{prog} needs {' and '.join(missing)} ({prog} --help shows the flags)")
     own: dict[str, Any] = {}
@@ -246,7 +246,13 @@ class _Splitter(argparse.ArgumentParser):
         return f"{dashed}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.removeprefix('argument ')} ({self.prog} --help shows the flags)")
+        """argparse's own complaints, in our words where users meet them."""
+        name, _, problem = message.removeprefix("argument ").partition(": ")
+        if problem == "expected one argument":
+            message = f"{name} needs a value; one that starts with - is given as {name}=VALUE"
+        elif problem.startswith("ignored explicit argument"):
+            message = f"{name} takes no value"
+        raise UsageError(f"{message} ({self.prog} --help shows the flags)")
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Names the first unknown flag and those that look like it."""
