@@ -121,6 +121,24 @@ def test_a_run_with_more_rows_than_tokens_converts_with_the_size_given(tmp_path)
         convert(source, tmp_path / "hf-500", true_vocab_size=500)
 
 
+def test_a_sentencepiece_model_goes_with_its_run(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "m"), vocab_size=34, minloglevel=2
+    )
+    names = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(tmp_path / "m.model")}
+    source = write_run(tmp_path / "run", LLAMA_TINY, build_gpt(LLAMA_TINY), **names)
+    folder = convert(source, tmp_path / "hf", true_vocab_size=VOCABULARY)
+    assert (folder / "tokenizer.model").read_bytes() == (tmp_path / "m.model").read_bytes()
+    assert special_ids(folder) == (1, 2), "SentencePiece's own"
+    back = convert(folder, tmp_path / "back", to="holdfast", true_vocab_size=VOCABULARY)
+    (tmp_path / "m.model").unlink()
+    assert read_run_config(back / "config.toml").data.tokenizer_type == "Llama2Tokenizer"
+    options = {"max_new_tokens": 4, "temperature": 0.0}
+    assert generate(back, "the lazy", **options) == generate(folder, "the lazy", **options)
+
+
 def test_text_comes_from_a_megatron_folder_with_the_tokenizer_given(gpt2, capsys):
     source, megatron, files = gpt2
     options = ["--prompt", "the quick", "--max-new-tokens", "5", "--temperature", "0"]

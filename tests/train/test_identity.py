@@ -16,6 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.inspection import inspect_path
 from holdfast.tokenizers import read_recipe
 from holdfast.tokenizers.training import train_tokenizer
+from holdfast.train.command import parse
 from holdfast.train.identity import read_run_config
 from holdfast.train.preflight import check_data, open_run_folder, resolve
 
@@ -64,7 +65,17 @@ def start(config: Config) -> Config:
     """Everything that `holdfast train` does before the ranks start."""
     config, _ = resolve(config)
     check_data(config)
-    return open_run_folder(config)
+    return open_folder(config)
+
+
+def open_folder(config: Config) -> Config:
+    with open_run_folder(config) as opened:
+        return opened
+
+
+def make_step(run: Path) -> None:
+    """What tells a run that has done a step from a start that failed."""
+    (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
 
 
 def with_tokenizer(config: Config, folder: Path) -> Config:
@@ -87,6 +98,8 @@ def test_tokenizer_files_that_change_later_do_not_change_the_run(work, capsys):
     config = configuration(work, save=str(work / "run"))
     before = start(config)
     train_tokenizer(TEXTS[:5], work / "tokenizer", 280, overwrite=True)
+    assert resolve(config)[0].model.vocab_size == 280, "no step depends on the copy yet"
+    make_step(work / "run")
     assert start(config).data == before.data and "is not what it was" in capsys.readouterr().err
     shutil.rmtree(work / "tokenizer")
     assert start(config).data == before.data
@@ -95,6 +108,7 @@ def test_tokenizer_files_that_change_later_do_not_change_the_run(work, capsys):
 def test_another_tokenizer_is_another_run(work):
     config = configuration(work, save=str(work / "run"))
     start(config)
+    make_step(work / "run")
     train_tokenizer(TEXTS[:5], work / "other", 280)
     with pytest.raises(HoldfastError, match=r"--force"):
         start(with_tokenizer(config, work / "other"))
@@ -102,7 +116,7 @@ def test_another_tokenizer_is_another_run(work):
     with pytest.raises(
         HoldfastError, match=r"the tokenizer was GPT2BPETokenizer with 300 tokens \(digest \w+\) and is"
     ):
-        open_run_folder(resolved)
+        open_folder(resolved)
     shutil.copytree(work / "tokenizer", work / "copy")
     start(with_tokenizer(config, work / "copy"))
 
@@ -117,6 +131,7 @@ def test_a_damaged_copy_of_the_tokenizer_is_refused(work):
 def test_equal_data_by_another_path_is_the_same_run(work, tmp_path, monkeypatch):
     config = configuration(work, save=str(work / "run"))
     start(config)
+    make_step(work / "run")
 
     def given(*data_path: str) -> Config:
         return replace(config, data=replace(config.data, data_path=data_path))
@@ -159,9 +174,16 @@ def test_the_tokenizer_decides_the_vocabulary_unless_the_flag_was_given(work, ca
     assert resolved.model.vocab_size == 300 and "vocab_size 1,000" in capsys.readouterr().err
     resolved, _ = resolve(config, vocab_size_given=True)
     assert resolved.model.vocab_size == 1000
-    open_run_folder(resolved)
+    open_folder(resolved)
     continued, _ = resolve(read_run_config(work / "run" / "config.toml"))
     assert continued.model.vocab_size == 1000, "the weights have that many rows"
+
+
+def test_the_command_line_tells_a_flag_from_a_key_in_a_file(tmp_path):
+    (tmp_path / "my.toml").write_text("[model]\nvocab_size = 1000\n")
+    assert not parse([str(tmp_path / "my.toml")]).vocab_size_given
+    given = parse([str(tmp_path / "my.toml"), "--vocab-size", "1000", "--force"])
+    assert given.vocab_size_given and given.force and given.config.model.vocab_size == 1000
 
 
 def test_data_that_another_tokenizer_made_is_refused(work, capsys):

@@ -82,15 +82,15 @@ def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "Tokenizer
 def settle_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | None") -> Model:
     if wanted is not None and wanted < 1:
         raise UsageError("--true-vocab-size must be positive")
-    # A run may have more rows than its tokenizer has tokens; which of them count is for the user to say.
-    is_run = model.facts.get("kind") == "holdfast"
+    # These may have more rows than their tokenizer has tokens; which of them to keep is for the user to say.
+    may_have_more = model.facts.get("kind") in ("holdfast", "huggingface")
     known = model.architecture.true_vocab_size
-    model = with_vocabulary(model, wanted, "--true-vocab-size", override=is_run)
+    model = with_vocabulary(model, wanted, "--true-vocab-size", override=may_have_more)
     if tokenizer is None:
         return model
-    if is_run and wanted is not None and tokenizer.size <= wanted:
+    if may_have_more and wanted is not None and tokenizer.size <= wanted:
         return model
-    if is_run and wanted is None and known is not None and tokenizer.size < known:
+    if may_have_more and wanted is None and known is not None and tokenizer.size < known:
         raise HoldfastError(
             f"{tokenizer.source} says {tokenizer.size} tokens, but the model was made for {known}: give --true-vocab-size "
             f"{tokenizer.size} to drop the rows that have no token, or --true-vocab-size {known} to keep them"

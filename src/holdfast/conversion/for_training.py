@@ -54,8 +54,7 @@ def with_converted_load(config: Config) -> Config:
     target = Path(config.train.save, "loaded", f"{source.resolve().stem}-{digest}")
     if not target.exists():
         say(f"converting {source} into {target}")
-        unknown = read_model(source).architecture.true_vocab_size is None
-        convert(source, target, "holdfast", true_vocab_size=config.model.vocab_size if unknown else None)
+        convert(source, target, "holdfast", true_vocab_size=config.model.vocab_size)
     return replace(config, train=replace(config.train, load=str(target), finetune=True))
 
 

@@ -57,6 +57,7 @@ class Plan:
 
 def plan_training(arguments: Sequence[str], nodes: int, gpus_per_node: int | None, here: bool = True) -> Plan:
     """The plan for `train` arguments, or an error with the reason. `here`: the job's files can be seen from this machine."""
+    from holdfast.conversion.for_training import loads_other_format
     from holdfast.train.command import parse
     from holdfast.train.preflight import check_data, resolve
 
@@ -80,6 +81,7 @@ def plan_training(arguments: Sequence[str], nodes: int, gpus_per_node: int | Non
         return Plan(config, check_shape(config))
     config, layout = resolve(config, vocab_size_given=options.vocab_size_given)
     check_data(config, options.force)
+    loads_other_format(config)  # refused here, and not when the job starts
     return Plan(config, layout)
 
 

@@ -28,6 +28,7 @@ from holdfast.tokenizers.folder import (
     TokenizerFolder,
     describe,
     folder_contents,
+    folder_names,
     read_folder,
     recipe_of,
 )
@@ -58,8 +59,14 @@ def read_run_config(path: Path | str) -> Config:
 
 
 def adopt_tokenizer(config: Config) -> Config:
-    """The run's own copy of the tokenizer, where the configuration names the files that it was copied from."""
-    carried = _carried(config)
+    """The run's own copy of the tokenizer, where the configuration names the files that it was copied from.
+
+    A start that never made a step leaves nothing that depends on the copy: the next one reads the files again.
+    """
+    folder = Path(config.train.save) if config.train.save else None
+    if folder is None or not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        return config
+    carried = read_folder(folder / TOKENIZER)
     if carried is None:
         return config
     names, sources = tokenizer_names(config.data), carried.sources
@@ -103,9 +110,9 @@ def carry_identity(folder: Path, config: Config) -> Config:
     carried = _read_or_none(folder / TOKENIZER)
     if carried is None or carried.recipe.digest != recipe_of(names).digest:
         sources = {key: existing(name) if key in FILE_KEYS else name for key, name in names.items()}
-        _publish(folder / TOKENIZER, folder_contents(names, sources))
-        carried = read_folder(folder / TOKENIZER)
-    assert carried is not None
+        contents = folder_contents(names, sources)
+        _publish(folder / TOKENIZER, contents)
+        return _with_tokenizer(config, folder_names(contents, folder / TOKENIZER))
     return _with_tokenizer(config, carried.names)
 
 
@@ -161,10 +168,6 @@ def _other_tokenizer(folder: Path, old: Config, new: Config) -> list[str]:
         return []
     was = describe(recipe) if recipe else before or "none"
     return [f"the tokenizer was {was} and is {describe(found) if found else 'none'}"]
-
-
-def _carried(config: Config) -> TokenizerFolder | None:
-    return read_folder(Path(config.train.save) / TOKENIZER) if config.train.save else None
 
 
 def _read_or_none(folder: Path) -> TokenizerFolder | None:
