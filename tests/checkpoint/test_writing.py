@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import load as dcp_load
 from holdfast.checkpoint import State, load, load_newest, newest, open_checkpoint, read_manifest, save
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
+from tests.disks import small_disk
 from tests.grids import mostly_slow
 
 from .layouts import Model, assert_filled, build, expected, fill, take_a_step
@@ -269,13 +270,27 @@ def test_a_step_saved_again_takes_the_place_of_the_old_one(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-00000005"]
 
 
-def test_a_dead_writers_temporary_folder_is_ignored_and_removed(tmp_path):
-    path = save(tmp_path, 1, build("single"))
-    dead = tmp_path / f".step-00000002.{os.uname().nodename}.{2**22 + 1}-0123abcd.tmp"
-    shutil.copytree(path, dead)
-    assert newest(tmp_path) == path
-    save(tmp_path, 3, build("single"))
-    assert not dead.exists()
+def errors_in(rank, folder):
+    try:
+        save(folder, 7, build("ddp"))
+    except HoldfastError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.distributed
+def test_all_ranks_raise_the_same_error_when_latest_finds_no_room(tmp_path):
+    # mount point, temporary folder, two shards, manifest: `latest` is one too many
+    with small_disk(tmp_path / "disk", "4m,nr_inodes=5") as disk:
+        errors = run_world(2, errors_in, disk, timeout=20)
+    assert len(set(errors)) == 1 and "no room left on the disk" in errors[0]
+
+
+@pytest.mark.distributed
+def test_all_ranks_raise_the_same_error_when_the_folder_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    errors = run_world(2, errors_in, tmp_path / "file" / "checkpoints", timeout=20)
+    assert len(set(errors)) == 1 and "is not a folder" in errors[0]
 
 
 def test_reading_a_checkpoint_needs_no_torch(tmp_path):

@@ -1,10 +1,14 @@
-"""The folder of checkpoints of a run: which steps are there, which is the newest, which may go. No torch.
+"""The folder of checkpoints of a run: which steps are there, which is the newest. No torch.
 
-The invariant: `step-NNNNNNNN` appears by rename and goes by rename, so a reader never meets half of one; `latest` moves
-after the folder it names is there. Temporary folders name the host and process that write them; those of dead processes
-are removed.
+The invariant: `step-NNNNNNNN` appears by rename and goes by rename, so a reader never meets half of one; a step that is
+written again replaces the older one in one exchange; `latest` moves after the folder it names is there. The name of a
+temporary folder identifies the process that writes it: machine (boot and pid namespace), process number and start time. It is
+removed only by a process that can prove that one dead.
 """
 
+import ctypes
+import errno
+import hashlib
 import os
 import re
 import secrets
@@ -14,10 +18,13 @@ from pathlib import Path
 
 from holdfast.checkpoint.manifest import FILE_NAME
 from holdfast.publish import fsync, publish_text
+from holdfast.system.leases import Identity, this_machine, this_process
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.+)\.(?P<process>\d+)-[0-9a-f]{8}\.tmp")
+TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<machine>[0-9a-f]{16})-(?P<process>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.tmp")
+SHARED_TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<token>[0-9a-f]{16})\.tmp")
 LATEST = "latest"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def step_folder_name(step: int) -> str:
@@ -45,16 +52,35 @@ def newest(path: Path | str) -> Path | None:
 
 
 def new_temporary(folder: Path, step: int) -> Path:
-    host = socket.gethostname()
-    return folder / f".{step_folder_name(step)}.{host}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    process = this_process()
+    identity = f"{_machine()}-{process.pid}-{process.start}-{secrets.token_hex(4)}"
+    return folder / f".{step_folder_name(step)}.{identity}.tmp"
+
+
+def shared_temporary(folder: Path, step: int, token: str) -> Path:
+    """The folder in which the keepers of several nodes write one step together, named by the start of the run."""
+    return folder / f".{step_folder_name(step)}.{token}.tmp"
 
 
 def remove_dead_temporaries(folder: Path) -> list[Path]:
-    """Removes what killed writers on this host left behind; never what a living process writes."""
+    """Removes what killed writers of this machine left behind; a process of another machine or container is never judged."""
     removed = []
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = TEMPORARY.fullmatch(entry.name)
-        if match and match["host"] == socket.gethostname() and not _alive(int(match["process"])):
+        if match and match["machine"] == _machine():
+            writer = Identity(socket.gethostname(), *this_machine(), int(match["process"]), int(match["start"]))
+            if writer.is_dead():
+                shutil.rmtree(entry, ignore_errors=True)
+                removed.append(entry)
+    return removed
+
+
+def remove_earlier_starts(folder: Path, token: str) -> list[Path]:
+    """Removes the shared temporaries of other starts of the run. Only for the owner of the run: its keeper with rank 0."""
+    removed = []
+    for entry in folder.iterdir():
+        match = SHARED_TEMPORARY.fullmatch(entry.name)
+        if match and match["token"] != token:
             shutil.rmtree(entry, ignore_errors=True)
             removed.append(entry)
     return removed
@@ -63,37 +89,36 @@ def remove_dead_temporaries(folder: Path) -> list[Path]:
 def publish_step(temporary: Path, final: Path) -> None:
     """Gives a complete temporary folder its name, in place of an older one of the same step, and points `latest` at it."""
     fsync(temporary)
-    if final.exists():
+    if not final.exists():
+        os.rename(temporary, final)
+    elif _exchange(temporary, final):
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
         aside = new_temporary(final.parent, 0)
         os.rename(final, aside)
         os.rename(temporary, final)
         shutil.rmtree(aside, ignore_errors=True)
-    else:
-        os.rename(temporary, final)
     fsync(final.parent)
+    point_latest(final)
+
+
+def point_latest(final: Path) -> None:
     publish_text(final.parent / LATEST, final.name + "\n")
 
 
-def retain(folder: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
-    """Removes all but the newest `keep_last` checkpoints and those whose step `keep_every` divides. None keeps all."""
-    if keep_last is None:
-        return []
-    removed = []
-    for step, path in checkpoints_in(folder)[: -max(1, keep_last)]:
-        if keep_every and step % keep_every == 0:
-            continue
-        aside = new_temporary(folder, step)
-        os.rename(path, aside)
-        shutil.rmtree(aside, ignore_errors=True)
-        removed.append(path)
-    return removed
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names in one step, so that neither is ever absent; False where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
         return False
-    except PermissionError:
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
-    return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _machine() -> str:
+    """Boot and pid namespace, in which a process number has one meaning."""
+    return hashlib.sha256("\0".join(this_machine()).encode()).hexdigest()[:16]

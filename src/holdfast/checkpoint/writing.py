@@ -16,7 +16,6 @@ from holdfast.checkpoint.folder import (
     new_temporary,
     publish_step,
     remove_dead_temporaries,
-    retain,
     step_folder_name,
 )
 from holdfast.checkpoint.layout import Layout, Piece, lay_out
@@ -31,6 +30,7 @@ from holdfast.checkpoint.manifest import (
     write_manifest,
 )
 from holdfast.checkpoint.plan import Held, divide, plan_hash, ranks_to_persist, tensors_of
+from holdfast.checkpoint.retention import retain
 from holdfast.checkpoint.state import Item, State
 from holdfast.publish import explain_os_error, fsync
 
@@ -46,18 +46,26 @@ def save(
     """Writes the state as `folder/step-NNNNNNNN`; collective. `layout` (how the run was cut) is kept for people to read."""
     folder = Path(folder)
     rank, world = rank_and_world()
-    items = state.items()
+    items: list[Item] = []
     token = None
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_dead_temporaries(folder)
-        token = new_temporary(folder, step).name
+    trouble: Exception | None = None
+    try:
+        items = state.items()
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_dead_temporaries(folder)
+            token = new_temporary(folder, step).name
+    except OSError as error:
+        trouble = explain_os_error(error, folder / step_folder_name(step))
+    except Exception as error:
+        trouble = error
+    agree(trouble)
     told = gather({"held": encode_held(items), "cohort": state.cohort, "token": token})
     kept = divide([decode_held(entry["held"]) for entry in told], [entry["cohort"] for entry in told])
     writers = ranks_to_persist(kept)
     temporary = folder / told[0]["token"]
     final = folder / step_folder_name(step)
-    entry, trouble = None, None
+    entry = None
     try:
         if rank in writers:
             entry = _write_shard(temporary, rank, world, lay_out(kept[rank]), items)
@@ -109,9 +117,11 @@ def _finish(
             write_manifest(temporary, manifest)
             fsync(temporary / "MANIFEST.json")
             publish_step(temporary, final)
-            retain(final.parent, *retention)
+            retain(final.parent, *retention, protect=[step], written=[step])
         except OSError as error:
             trouble = explain_os_error(error, final)
+        except Exception as error:  # the other ranks wait in `agree`, whatever it is
+            trouble = error
     agree(trouble)
 
 

@@ -19,7 +19,8 @@ from holdfast.checkpoint.folder import (
     new_temporary,
     publish_step,
     remove_dead_temporaries,
-    retain,
+    remove_earlier_starts,
+    shared_temporary,
     step_folder_name,
 )
 from holdfast.checkpoint.manifest import (
@@ -34,6 +35,7 @@ from holdfast.checkpoint.manifest import (
     shard_name,
     write_manifest,
 )
+from holdfast.checkpoint.retention import retain
 from holdfast.errors import HoldfastError
 from holdfast.publish import explain_os_error, fsync
 from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, SlotHeader
@@ -147,6 +149,8 @@ def write_checkpoint(
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         remove_dead_temporaries(checkpoints)
+        if 0 in held:
+            remove_earlier_starts(checkpoints, facts["token"])
         if len(held) < facts["world"] and _is_published(final, facts["token"]):
             pass  # another node had waited long enough, and wrote it alone
         elif len(held) == facts["world"]:
@@ -154,11 +158,11 @@ def write_checkpoint(
         elif alone and (complete := _complete_set(facts, held)):
             _write_alone(held, complete, new_temporary(checkpoints, step), final)
         elif 0 in held:
-            _lead(held, facts, _shared_temporary(checkpoints, step, facts["token"]), final, patience)
+            _lead(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, patience)
         else:
-            _follow(held, facts, _shared_temporary(checkpoints, step, facts["token"]), final, patience)
+            _follow(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, patience)
         if 0 in held:
-            retain(checkpoints, *retention)
+            retain(checkpoints, *retention, protect=[step], written=[step])
     except OSError as error:
         raise explain_os_error(error, final) from error
     return final
@@ -341,11 +345,6 @@ def _per_rank(small: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """What a rank has of its own; extra state that is the same everywhere is told once."""
     own = {} if small["extra"] == extra else {"extra": small["extra"]}
     return {"random": small["random"], **own}
-
-
-def _shared_temporary(checkpoints: Path, step: int, token: str) -> Path:
-    """The folder in which the keepers of several nodes meet; only the one with rank 0 gives it its final name."""
-    return checkpoints / f".{step_folder_name(step)}.{token}.tmp"
 
 
 def _check_room(folder: Path, needed: int) -> None:
