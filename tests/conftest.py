@@ -17,6 +17,9 @@ avoid_amx_traps()  # before a test computes: the programs that tests start inher
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and so would every program it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Workers and ranks share the cores: threads of torch that wait for each other would only burn them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 EXIT_SECONDS = 60.0
 mark_key = pytest.StashKey[str]()
 status_key = pytest.StashKey[int]()

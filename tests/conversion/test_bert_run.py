@@ -85,6 +85,7 @@ def test_the_second_phase_starts_with_the_weights_of_the_first_and_a_fresh_sched
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_the_fine_tuning_example_runs_on_the_converted_folder(corpus, tmp_path):
     train_on(1, short(corpus, tmp_path / "run", bert_variant="original"), ParallelConfig())
     folder = convert(tmp_path / "run", tmp_path / "hf", to="hf")
