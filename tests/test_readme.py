@@ -31,3 +31,22 @@ def test_the_readmes_commands_run(tmp_path):
         verbs.add(command.split()[1])
     assert verbs >= {"fetch", "tokenizer", "preprocess", "inspect", "train", "convert", "generate"}
     assert (tmp_path / "first-megatron" / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_the_readmes_snapshot_loop_leaves_its_last_step_on_disk(tmp_path):
+    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    setup = (
+        "import torch\n"
+        "steps, model = 3, torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "def batch(step): return torch.full((2, 4), float(step))\n"
+        "def loss(inputs): return model(inputs).square().mean()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", setup + loop], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    from holdfast.checkpoint import open_checkpoint
+
+    with open_checkpoint(tmp_path / "runs" / "my-run") as checkpoint:
+        assert checkpoint.step == 3

@@ -1,8 +1,11 @@
 """The iteration line for a terminal fits 80 columns, however long the run and large its numbers."""
 
 import pytest
+import torch
 
-from holdfast.train.metrics import terminal_line
+from holdfast.journal import read_journal
+from holdfast.train.metrics import Iteration, Reporter, terminal_line
+from tests.disks import small_disk
 
 RECORD = {"iteration": 3, "loss": 4.52, "lr": 3e-4, "grad_norm": 1.3, "tokens_per_s": 812.0}
 LARGE = {"iteration": 12345, "loss": 12345.678, "lr": 1.2345e-10, "grad_norm": 12345.6, "tokens_per_s": 987.6e6}
@@ -23,3 +26,28 @@ def test_a_line_fits_a_terminal(record, iterations, left):
 def test_an_evaluation_gets_a_second_line():
     record = {**RECORD, "validation_loss": 4.5, "validation_perplexity": 90.02}
     assert terminal_line(record, 100, 1.0).splitlines()[1] == "  validation loss 4.5000, perplexity 90.02"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_ends_the_event_files_and_not_the_training(tmp_path, capsys):
+    with small_disk(tmp_path / "disk", "32k") as disk:
+        reporter = Reporter(
+            disk,
+            active=True,
+            iterations=1000,
+            log_interval=1,
+            terms=("lm_loss",),
+            flops_per_token=1,
+            tokens_per_sample=16,
+            world=1,
+            device=torch.device("cpu"),
+            tensorboard=True,
+        )
+        numbers = torch.tensor([1.0, 4.5])
+        for step in range(1, 1001):
+            reporter.report(Iteration(step, 1e-3, 8, 8 * step, 128 * step, numbers, 0.0, None, 1e6 + step), 0)
+        reporter.close()
+        assert next(read_journal(disk / "metrics.jsonl"))["iteration"] == 1
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2 and "metrics.jsonl: No space left" in warnings[0] + warnings[1], warnings
+    assert any("TensorBoard" in line for line in warnings)

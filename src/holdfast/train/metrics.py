@@ -4,6 +4,7 @@ Logs get the iteration line in Megatron's form, a terminal one of at most 80 col
 next step is under way, so that reporting never makes the device wait. Only rank 0 reports.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -134,16 +135,23 @@ class Reporter:
         )
         if self._journal:
             self._journal.write(record)
-        if self._board:
-            for key, value in record.items():
-                if isinstance(value, int | float) and key != "iteration":
-                    self._board.add_scalar(key, value, record["iteration"])
+        try:
+            self._draw(record)
+        except OSError as error:
+            self._board = None
+            say(f"warning: cannot write TensorBoard's event files: {error}; this run writes no more of them")
+
+    def _draw(self, record: dict[str, Any]) -> None:
+        for key, value in record.items():
+            if self._board and isinstance(value, int | float) and key != "iteration":
+                self._board.add_scalar(key, value, record["iteration"])
 
     def close(self) -> None:
         if self._journal:
             self._journal.close()
         if self._board:
-            self._board.close()
+            with contextlib.suppress(OSError):  # a full disk
+                self._board.close()
 
 
 def name_terms(names: Sequence[str], values: Tensor) -> dict[str, float]:

@@ -7,7 +7,7 @@ import socket
 import time
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
@@ -45,16 +45,9 @@ def meet_nodes(host: str, port: int, node: int, nodes: int, limit: float) -> TCP
     if node == 0:
         with listen(port):
             _reach(host, port, wait, f"this host (node 0) to be reachable {where}")
+        store = _store(host, port, True, limit)
     else:
-        _reach(host, port, wait, f"node 0 of {nodes} {where}")
-    store = TCPStore(
-        host,
-        port,
-        is_master=node == 0,
-        wait_for_workers=False,
-        multi_tenant=True,
-        timeout=timedelta(seconds=max(limit, 10.0)),
-    )
+        store = _join(host, port, wait, f"node 0 of {nodes} {where}", limit)
     store.set(f"holdfast/node-{node}", socket.gethostname())
     if node == 0:
         missing = list(range(1, nodes))
@@ -66,6 +59,21 @@ def meet_nodes(host: str, port: int, node: int, nodes: int, limit: float) -> TCP
         wait.report(f"the other nodes of {nodes} {where}")
         time.sleep(POLL_SECONDS)
     return store
+
+
+def _store(host: str, port: int, serve: bool, limit: float) -> TCPStore:
+    timeout = timedelta(seconds=max(limit, 10.0))
+    return TCPStore(host, port, is_master=serve, wait_for_workers=False, multi_tenant=True, timeout=timeout)
+
+
+def _join(host: str, port: int, wait: _Wait, missing: str, limit: float) -> TCPStore:
+    while True:
+        _reach(host, port, wait, missing)
+        try:
+            return _store(host, port, False, limit)
+        except DistError:  # node 0 only tried the port, and serves the store a moment later
+            wait.report(missing)
+            time.sleep(POLL_SECONDS)
 
 
 def _reach(host: str, port: int, wait: _Wait, missing: str) -> None:
