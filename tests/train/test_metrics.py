@@ -13,7 +13,7 @@ LARGE = {"iteration": 12345, "loss": 12345.678, "lr": 1.2345e-10, "grad_norm": 1
 
 def test_a_line_shows_step_loss_rate_and_time_left():
     line = terminal_line(RECORD, 100, 3725.0)
-    assert line == "step   3/100  loss 4.5200  lr 3.00e-04  grad 1.3  812 tok/s  ETA 1:02:05"
+    assert line == "step   3/100  loss 4.5200  lr 3.00e-04  grad 1.30  812 tok/s  ETA 1:02:05"
 
 
 @pytest.mark.parametrize(("record", "iterations"), [(RECORD, 100), (LARGE, 500_000), (RECORD, 10_000_000)])

@@ -192,7 +192,7 @@ def terminal_line(record: dict[str, Any], iterations: int, seconds_left: float |
         "step": f"step {record['iteration']:>{len(str(iterations))}}/{iterations}",
         "loss": f"loss {_digits(record['loss'])}",
         "lr": f"lr {record['lr']:.2e}",
-        "norm": f"grad {record['grad_norm']:.3g}",
+        "norm": f"grad {_digits(record['grad_norm'], 2)}",
         "rate": f"{_short_number(record['tokens_per_s'])} tok/s",
         "left": "" if seconds_left is None else f"ETA {_duration(seconds_left)}",
     }
@@ -208,8 +208,8 @@ def terminal_line(record: dict[str, Any], iterations: int, seconds_left: float |
     return line
 
 
-def _digits(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.6g}"
+def _digits(value: float, decimals: int = 4) -> str:
+    return f"{value:.{decimals}f}" if abs(value) < 100 else f"{value:.6g}"
 
 
 def _short_number(value: float) -> str:
