@@ -16,6 +16,7 @@ import torch
 
 from holdfast import convert
 from holdfast.conversion.archives import load_torch
+from holdfast.conversion.budget import Budget
 from holdfast.conversion.pickles import load_pickle
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.zips import map_file, read_directory
@@ -274,7 +275,7 @@ def test_a_hostile_object_beside_the_weights_is_inert(tmp_path):
 def test_pickles_of_every_protocol_are_read_as_data():
     value = {"a": [1, 2.5, None, True], "b": ("x", b"yz", 1 << 70, -5), "c": {"d": {}}, "e": "ü" * 300, 3: [[], ()]}
     for protocol in range(3, 6):
-        found, length, names = load_pickle(memoryview(pickle.dumps(value, protocol) + b"rest"))
+        found, length, names = load_pickle(memoryview(pickle.dumps(value, protocol) + b"rest"), Budget())
         assert found == value and length == len(pickle.dumps(value, protocol)) and not names
 
 
@@ -290,7 +291,7 @@ def test_both_forms_of_torch_files_are_read_as_torch_reads_them(tmp_path):
     }
     for zip_form in (True, False):
         torch.save(tree, tmp_path / "x.pt", _use_new_zipfile_serialization=zip_form)
-        found = load_torch(map_file(tmp_path / "x.pt")).tree
+        found = load_torch(map_file(tmp_path / "x.pt"), Budget()).tree
         for name, tensor in tree.items():
             bits = (
                 tensor.contiguous()
@@ -310,5 +311,5 @@ def test_zips_of_the_standard_library_are_read_like_it_reads_them(tmp_path):
             with archive.open(zipfile.ZipInfo("big"), "w", force_zip64=True) as member:
                 member.write(content)
         region = map_file(path)
-        members = read_directory(region)
+        members = read_directory(region, Budget())
         assert set(members) == {"a/b", "folder/", "big"} and members["a/b"].crc == zlib.crc32(content)

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast import convert
+from holdfast.conversion.budget import Budget
 from holdfast.conversion.converting import Options, run_conversion
 from holdfast.conversion.forward import huggingface_forward, megatron_forward
 from holdfast.conversion.huggingface_read import read_json, read_weights
@@ -35,7 +36,7 @@ def test_both_forwards_equal_transformers(tmp_path, kind):
     source = read_model(tmp_path)
     for ours in (
         megatron_forward(source.architecture, source.tensors, ids),
-        huggingface_forward(read_json(tmp_path / "config.json"), read_weights(tmp_path)[0], ids),
+        huggingface_forward(read_json(tmp_path / "config.json"), read_weights(tmp_path, Budget())[0], ids),
     ):
         for name, values in wanted.items():
             assert np.abs(ours[name] - values.numpy()[0]).max() < 1e-12, name

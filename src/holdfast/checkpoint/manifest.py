@@ -4,6 +4,8 @@ The invariant: a manifest is written when all it speaks of is on disk, and it co
 noticed as well.
 """
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -13,12 +15,17 @@ from typing import Any
 import orjson
 import xxhash
 
-from holdfast.checkpoint.layout import Layout, Piece
+from holdfast.checkpoint.layout import ITEM_SIZES, Layout, Piece
 from holdfast.errors import HoldfastError
+from holdfast.system.bounded_files import count_json_values, read_bounded
 
 FILE_NAME = "MANIFEST.json"
 FORMAT = 1
 CHUNK = 16 << 20
+MAX_BYTES = 1 << 30
+MAX_UNTRUSTED_BYTES = 64 << 20
+MAX_UNTRUSTED_VALUES = 3_000_000
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
 @dataclass(frozen=True)
@@ -87,13 +94,19 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / FILE_NAME).write_bytes(encode(manifest))
 
 
-def read_manifest(path: Path | str) -> Manifest:
-    """The manifest of a checkpoint folder. An absent or damaged one is a HoldfastError that names it."""
+def read_manifest(path: Path | str, *, untrusted: bool = False) -> Manifest:
+    """The manifest of a checkpoint folder. An absent, damaged or forged one is a HoldfastError that names it.
+
+    `untrusted`: the folder may come from anybody, so that its manifest may be no larger than that of a large run.
+    """
     file = Path(path) / FILE_NAME
     if not file.is_file():
         raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}")
     try:
-        record = orjson.loads(file.read_bytes())
+        content = read_bounded(file, MAX_UNTRUSTED_BYTES if untrusted else MAX_BYTES, "manifest")
+        if untrusted and count_json_values(content) > MAX_UNTRUSTED_VALUES:
+            raise HoldfastError(f"{file} has more than {MAX_UNTRUSTED_VALUES:,} values")
+        record = orjson.loads(content)
         checksum = record.pop("checksum")
     except OSError as error:
         raise HoldfastError(f"{file} cannot be read: {error.strerror}") from error
@@ -103,8 +116,64 @@ def read_manifest(path: Path | str) -> Manifest:
         raise HoldfastError(f"{file} is damaged: its checksum does not match its content")
     if record.get("format") != FORMAT:
         raise HoldfastError(f"{file} has format {record.get('format')}; this version of Holdfast reads format {FORMAT}")
+    try:
+        return check_manifest(record)
+    except (ValueError, TypeError, KeyError) as error:
+        raise HoldfastError(f"{file} is forged or damaged: {error}") from None
+
+
+def check_manifest(record: dict[str, Any]) -> Manifest:
+    """The manifest that a record describes; ValueError, TypeError or KeyError if it contradicts itself or leaves its folder."""
+    kinds: dict[str, type] = {
+        "step": int, "world": int, "plan_hash": str, "tensors": dict, "files": list, "layout": dict, "shared": dict,
+        "per_rank": list, "optimizer_settings": list, "padded_rows": dict, "source": str,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        _demand(type(record.get(name, kind())) is kind, f"{name} is not of type {kind.__name__}")
+    for name in ("per_rank", "optimizer_settings"):
+        _demand(all(type(entry) is dict for entry in record.get(name, [])), f"{name} is not a list of objects")
+    _demand(all(_is_size(rows) for rows in record.get("padded_rows", {}).values()), "padded_rows are not numbers")
+    _demand(0 <= record["step"] < 1 << 50 and 0 < record["world"] < 1 << 24, "step or world is impossible")
+    for name, (dtype, shape) in record["tensors"].items():
+        known = isinstance(dtype, str) and dtype in ITEM_SIZES
+        _demand(known and _is_shape(shape), f"the type or shape of {name} is unknown")
     record["files"] = [ShardFile(**entry) for entry in record["files"]]
-    return Manifest(**record)
+    manifest = Manifest(**record)
+    _demand(len({file.name for file in manifest.files}) == len(manifest.files), "two files have one name")
+    for file in manifest.files:
+        _check_file(manifest, file)
+    return manifest
+
+
+def _check_file(manifest: Manifest, file: ShardFile) -> None:
+    sane = isinstance(file.name, str) and _FILE_NAME.fullmatch(file.name) is not None
+    _demand(sane, f"{str(file.name)[:200]!r} is not the name of a file in this folder")
+    _demand(_is_size(file.rank) and file.rank < manifest.world, f"{file.name} is of an impossible rank")
+    _demand(_is_size(file.bytes) and isinstance(file.chunks, list), f"the size of {file.name} is broken")
+    _demand(all(isinstance(chunk, str) for chunk in file.chunks), f"a checksum of {file.name} is not text")
+    _demand(len(file.chunks) == -(-file.bytes // CHUNK), f"{file.name} has too many or too few checksums")
+    for name, start, offset, shape in file.pieces:
+        dtype, whole = manifest.tensors[name]
+        _demand(_is_shape(offset) and _is_shape(shape) and _is_size(start), f"a piece of {name} is broken")
+        _demand(len(offset) == len(shape) == len(whole), f"a piece of {name} has other dimensions than it")
+        inside = all(first + size <= end for first, size, end in zip(offset, shape, whole, strict=True))
+        _demand(inside, f"a piece of {name} lies outside it")
+        _demand(
+            start + math.prod(shape) * ITEM_SIZES[dtype] <= file.bytes, f"a piece of {name} lies outside {file.name}"
+        )
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 50
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 16 and all(_is_size(size) for size in value)
 
 
 def pieces_of(manifest: Manifest, file: ShardFile) -> Iterator[tuple[Piece, int]]:

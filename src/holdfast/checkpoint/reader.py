@@ -27,6 +27,7 @@ from holdfast.checkpoint.manifest import (
 )
 from holdfast.checkpoint.plan import overlap
 from holdfast.errors import HoldfastError
+from holdfast.system.bounded_files import open_regular
 
 # what numpy calls safetensors' dtypes; bfloat16 and float8 have no name there and come as unsigned integers of their bits
 NUMPY_TYPES = {
@@ -96,7 +97,7 @@ class VerifiedFile:
     def _content(self) -> Bytes:
         if self._mapped is None:
             self.check_size()
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 # a private, writable map: torch warns about read-only memory; nobody writes
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 self._mapped = np.frombuffer(self._map, dtype=np.uint8)
@@ -208,10 +209,10 @@ class Checkpoint(Tensors):
                 file.verify_all()
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Opens a checkpoint: a step folder, or the newest step of a run or checkpoints folder."""
+def open_checkpoint(path: Path | str, *, untrusted: bool = False) -> Checkpoint:
+    """Opens a checkpoint: a step folder, or the newest step of a run or checkpoints folder. `untrusted`: see `read_manifest`."""
     itself = (Path(path) / FILE_NAME).exists() or STEP_FOLDER.fullmatch(Path(path).name)
     folder = Path(path) if itself else newest(path)
     if folder is None:
         raise HoldfastError(f"there is no checkpoint in {path}")
-    return Checkpoint(folder, read_manifest(folder))
+    return Checkpoint(folder, read_manifest(folder, untrusted=untrusted))

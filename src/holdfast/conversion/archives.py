@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.conversion.budget import Budget
 from holdfast.conversion.pickles import Global, Record, load_pickle
 from holdfast.conversion.tensors import WIDTHS, Bits, Tensor, bits_type, tensor_of
-from holdfast.conversion.zips import Member, Region, is_zip, open_member, read_directory
+from holdfast.conversion.zips import Member, Region, check_crc, is_zip, open_member, read_directory
 from holdfast.errors import HoldfastError
 
 LEGACY_START = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
@@ -86,26 +87,28 @@ class TorchFile:
 def is_torch_file(region: Region) -> bool:
     if bytes(region.data[: len(LEGACY_START)]) == LEGACY_START:
         return True
-    return is_zip(region) and any(name.endswith("/data.pkl") for name in read_directory(region))
+    return is_zip(region) and any(name.endswith("/data.pkl") for name in read_directory(region, Budget()))
 
 
-def load_torch(region: Region) -> TorchFile:
+def load_torch(region: Region, budget: Budget) -> TorchFile:
     """Reads a file of torch.save, in the zip form or the one before torch 1.6. Unknown objects come back as inert records."""
     if is_zip(region):
-        return _load_zip(region)
+        return _load_zip(region, budget)
     if bytes(region.data[: len(LEGACY_START)]) == LEGACY_START:
-        return _load_legacy(region)
+        return _load_legacy(region, budget)
     raise HoldfastError(f"{region.name} is not a file that torch.save wrote")
 
 
-def _load_zip(region: Region) -> TorchFile:
-    members = read_directory(region)
+def _load_zip(region: Region, budget: Budget) -> TorchFile:
+    members = read_directory(region, budget)
     roots = [name.removesuffix("data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(roots) != 1:
         raise HoldfastError(f"{region.name} is a zip, but not one that torch.save wrote")
     root = roots[0]
+    # torch.save without checksums (set_crc32_options) writes 0 for every member.
+    has_checksums = members[f"{root}data.pkl"].crc != 0
     order = members.get(f"{root}byteorder")
-    if order is not None and bytes(_open_stored(region, order).data) != b"little":
+    if order is not None and bytes(_open_stored(region, order).data[:7]) != b"little":
         raise HoldfastError(f"{region.name} was written on a big-endian machine; that is not supported")
 
     def locate(storage: Storage) -> Region:
@@ -115,10 +118,14 @@ def _load_zip(region: Region) -> TorchFile:
         found = _open_stored(region, member)
         if storage.count * WIDTHS[storage.dtype] > len(found.data):
             raise HoldfastError(f"{region.name}: storage {storage.key} is smaller than the file says")
+        if has_checksums:
+            budget.unchecked[found.name] = (found, member.crc)
         return found
 
     pickled = _open_stored(region, members[f"{root}data.pkl"])
-    tree, _, names = _load_tree(pickled.data, region.name, locate)
+    tree, _, names = _load_tree(pickled.data, budget, region.name, locate)
+    if has_checksums:
+        check_crc(pickled, members[f"{root}data.pkl"].crc)
     return TorchFile(region.name, tree, names, "zip", region)
 
 
@@ -128,10 +135,10 @@ def _open_stored(region: Region, member: Member) -> Region:
     return open_member(region, member)
 
 
-def _load_legacy(region: Region) -> TorchFile:
+def _load_legacy(region: Region, budget: Budget) -> TorchFile:
     at, heads = 0, []
     for _ in range(3):
-        value, length, _ = _plain_pickle(region, at)
+        value, length, _ = _plain_pickle(region, at, budget)
         heads.append(value)
         at += length
     if heads[1] != 1001 or not (isinstance(heads[2], dict) and heads[2].get("little_endian", True) is True):
@@ -147,9 +154,9 @@ def _load_legacy(region: Region) -> TorchFile:
             raise HoldfastError(f"{region.name}: storage {storage.key} is smaller than the file says")
         return region.part(start, count * WIDTHS[storage.dtype], f"{region.name}: storage {storage.key}")
 
-    tree, length, names = _load_tree(region.data[at:], region.name, locate, declared)
+    tree, length, names = _load_tree(region.data[at:], budget, region.name, locate, declared)
     at += length
-    keys, length, _ = _plain_pickle(region, at)
+    keys, length, _ = _plain_pickle(region, at, budget)
     at += length
     if not isinstance(keys, list) or not all(isinstance(key, str) and key in declared for key in keys):
         raise HoldfastError(f"{region.name}: its list of storages is broken")
@@ -162,15 +169,16 @@ def _load_legacy(region: Region) -> TorchFile:
     return TorchFile(region.name, tree, names, "legacy", region)
 
 
-def _plain_pickle(region: Region, at: int) -> tuple[Any, int, set[str]]:
+def _plain_pickle(region: Region, at: int, budget: Budget) -> tuple[Any, int, set[str]]:
     try:
-        return load_pickle(region.data[at:])
+        return load_pickle(region.data[at:], budget)
     except HoldfastError as error:
         raise HoldfastError(f"{region.name}: {error}") from None
 
 
 def _load_tree(
     data: memoryview,
+    budget: Budget,
     name: str,
     locate: Callable[[Storage], Region],
     declared: dict[str, Storage] | None = None,
@@ -208,7 +216,7 @@ def _load_tree(
         "collections.OrderedDict": _ordered_dict,
     }
     try:
-        tree, length, names = load_pickle(data, calls, persistent)
+        tree, length, names = load_pickle(data, budget, calls, persistent)
     except HoldfastError as error:
         raise HoldfastError(f"{name}: {error}") from None
     return tree, length, {found for found in names if found not in calls and not found.startswith("torch.")}

@@ -1,5 +1,10 @@
 """`convert`: reads a model, plans the target completely, streams it, and publishes it by rename."""
 
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,14 +49,14 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
         raise HoldfastError(f"{destination} already exists; choose another name or remove it first")
     if source.is_dir() and destination.resolve().is_relative_to(source.resolve()) and destination != source:
         raise HoldfastError(f"{destination} lies inside the source {source}; choose a folder outside it")
-    model = read_model(source, options.num_attention_heads, options.checkpoint_version)
+    model = read_model(source, options.num_attention_heads, options.checkpoint_version, options.ignore_args)
     model, tokenizer = settle_vocabulary(model, options)
     if options.make_vocab_size_divisible_by is not None:
         arch = replace(model.architecture, vocab_multiple=options.make_vocab_size_divisible_by)
         model = replace(model, architecture=arch)
     plan = _plan(model, tokenizer, to, options, destination)
-    with publish_folder(destination) as folder:
-        digests = write_plan(plan, folder, model.regions, hashed=options.verify)
+    with _ended_by_sigterm(), publish_folder(destination) as folder:
+        digests = write_plan(plan, folder, model.regions, model.unchecked, hashed=options.verify)
         verification = None
         if options.verify:
             from holdfast.conversion.verify import verify_conversion
@@ -59,6 +64,24 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
             verification = verify_conversion(model, folder, to, digests)
     count = sum(len(file.tensors) for file in plan.files)
     return Report(destination, model.origin, plan.nbytes, count, [*model.notes, *plan.notes], verification)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the process as Ctrl-C does, so that the temporary folder goes; a handler that is already there stays."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "TokenizerFiles | None"]:

@@ -32,7 +32,7 @@ from holdfast.conversion.model import (
     padded_size,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
-from holdfast.conversion.tensors import Piece, Tensor, bits_type
+from holdfast.conversion.tensors import WIDTHS, Piece, Tensor, bits_type
 from holdfast.conversion.zips import map_file
 from holdfast.errors import HoldfastError
 from holdfast.tokenizers.folder import KEYS, folder_contents, folder_names, read_folder
@@ -46,7 +46,7 @@ def is_holdfast(path: Path) -> bool:
 
 
 def read_holdfast(path: Path) -> Model:
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, untrusted=True)
     config = _config_of(path, checkpoint)
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.tensors:
@@ -112,6 +112,8 @@ def _tokenizer(path: Path, checkpoint: Checkpoint, data: DataConfig) -> dict[str
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     dtype, shape = checkpoint.tensors[name]
+    if dtype not in WIDTHS:
+        raise HoldfastError(f"{checkpoint.path}: {name} is of type {dtype}, which no weight has")
     if len(shape) > 2:
         raise HoldfastError(f"{checkpoint.path}: {name} has {len(shape)} dimensions, where at most 2 are expected")
     pieces = []
@@ -120,7 +122,10 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
         column = slices[1].start if len(slices) == 2 else 0
         bits = part.view(bits_type(dtype))
         pieces.append(Piece(row, column, bits if bits.ndim == 2 else bits.reshape(-1, 1)))
-    return Tensor(tuple(shape), dtype, tuple(pieces), dtype)
+    tensor = Tensor(tuple(shape), dtype, tuple(pieces), dtype)
+    if not tensor.is_tiled():
+        raise HoldfastError(f"{checkpoint.path}: the pieces of {name} overlap")
+    return tensor
 
 
 def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_size: int | None) -> Architecture:

@@ -255,8 +255,7 @@ def _real(config: Mapping[str, Any], name: str, default: float, origin: str) -> 
 
 def _number(config: Mapping[str, Any], name: str, origin: str) -> int:
     value = config.get(name)
-    largest = 1 << 14 if name in ("n_layer", "num_hidden_layers") else 1 << 40
-    if type(value) is not int or not 0 < value < largest:
+    if type(value) is not int or not 0 < value < 1 << 40:
         raise HoldfastError(f"{origin}: {name} is {value!r}, where a positive number of sane size is expected")
     return value
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from holdfast.conversion.archives import load_torch
+from holdfast.conversion.budget import MAX_FILES, Budget
 from holdfast.conversion.huggingface_config import architecture_from_config
 from holdfast.conversion.huggingface_names import BUFFERS, from_huggingface
 from holdfast.conversion.megatron_read import flatten
@@ -16,7 +15,9 @@ from holdfast.conversion.safetensors_files import read_safetensors
 from holdfast.conversion.tensors import Tensor
 from holdfast.conversion.zips import Region, map_file
 from holdfast.errors import HoldfastError
+from holdfast.system.bounded_files import read_json as read_bounded_json
 
+MAX_JSON_BYTES = 16 << 20
 PADDING_FILE = "megatron_padding.safetensors"
 WEIGHT_FILES = (
     "model.safetensors",
@@ -35,7 +36,8 @@ def read_huggingface(path: Path) -> Model:
     config = read_json(path / "config.json")
     origin = str(path)
     model_type, arch = architecture_from_config(config, origin)
-    stored, regions = read_weights(path)
+    budget = Budget()
+    stored, regions = read_weights(path, budget)
     for name, tensor in stored.items():
         if not tensor.shape:
             raise HoldfastError(f"{origin}: {name} is a single number, where weights are expected")
@@ -61,6 +63,7 @@ def read_huggingface(path: Path) -> Model:
         notes=notes,
         facts={"kind": "huggingface", "model_type": model_type, "files": len(regions), "config": config},
         regions=list(regions),
+        unchecked=budget.unchecked,
         tokenizer=tokenizer_in(path, arch.family),
         special_ids=known_special_ids(config, arch.padded_vocab_size),
         padding=padding,
@@ -99,21 +102,23 @@ def _untied(arch: Architecture, tensors: dict[str, Tensor]) -> Architecture:
     return arch
 
 
-def read_weights(path: Path) -> tuple[dict[str, Tensor], list[Region]]:
+def read_weights(path: Path, budget: Budget) -> tuple[dict[str, Tensor], list[Region]]:
     """All tensors of the folder, by their own names."""
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{single}.index.json"
         if (path / single).is_file():
-            return _read_shards([path / single])
+            return _read_shards([path / single], budget)
         if index.is_file():
             names = read_json(index).get("weight_map", {})
             shards = sorted({str(shard) for shard in names.values()}) if isinstance(names, dict) else []
+            if len(shards) > MAX_FILES:
+                raise HoldfastError(f"{index} names {len(shards):,} shards; more than {MAX_FILES:,} are not read")
             if not shards or not all(_SHARD.match(shard) for shard in shards):
                 raise HoldfastError(f"{index} names no shards, or shards outside its folder")
             for shard in shards:
                 if not (path / shard).is_file():
                     raise HoldfastError(f"{path / shard} is missing")
-            tensors, regions = _read_shards([path / shard for shard in shards])
+            tensors, regions = _read_shards([path / shard for shard in shards], budget)
             names = {name: shard for name, shard in names.items() if not BUFFERS.search(str(name))}
             if tensors.keys() != names.keys():
                 odd = sorted(tensors.keys() ^ names.keys())[0]
@@ -122,14 +127,14 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], list[Region]]:
     raise HoldfastError(f"{path} has no {' or '.join(WEIGHT_FILES)}")
 
 
-def _read_shards(files: list[Path]) -> tuple[dict[str, Tensor], list[Region]]:
+def _read_shards(files: list[Path], budget: Budget) -> tuple[dict[str, Tensor], list[Region]]:
     tensors: dict[str, Tensor] = {}
     regions = []
     for file in files:
         if file.suffix == ".safetensors":
             found, _, region = read_safetensors(file, BUFFERS.search)
         else:
-            loaded = load_torch(map_file(file))
+            loaded = load_torch(map_file(file), budget)
             stored = flatten(loaded.tree, str(file))
             found = {name: tensor.tensor() for name, tensor in stored if not BUFFERS.search(name)}
             region = loaded.region
@@ -142,12 +147,5 @@ def _read_shards(files: list[Path]) -> tuple[dict[str, Tensor], list[Region]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise HoldfastError(f"{path} is missing") from None
-    except orjson.JSONDecodeError as error:
-        raise HoldfastError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise HoldfastError(f"{path} is not a JSON object")
-    return value
+    """A configuration of the folder, or the index of its shards."""
+    return read_bounded_json(path, MAX_JSON_BYTES, path.name)

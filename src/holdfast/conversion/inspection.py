@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.conversion.archives import is_torch_file, load_torch
+from holdfast.conversion.budget import Budget
 from holdfast.conversion.megatron_read import find_rank_files
 from holdfast.conversion.model import Model
 from holdfast.conversion.sources import kind_of, read_model
@@ -23,6 +24,10 @@ USUAL_NAMES = (
     "builtins.",
     "pathlib.",
 )
+
+
+BROKEN_OPCODES = 500_000
+"""Of a file that could not be read as a model."""
 
 
 def recognises(path: Path) -> bool:
@@ -78,10 +83,11 @@ def _describe_broken(path: Path, kind: str, error: str) -> Description:
     names: set[str] = set()
     serialisation = None
     try:
-        regions = [region for _, _, region in find_rank_files(path)] if kind == "megatron" else []
+        budget = Budget(opcodes=BROKEN_OPCODES)
+        regions = [region for _, _, region in find_rank_files(path, budget)] if kind == "megatron" else []
         for region in regions:
             if is_torch_file(region):
-                loaded = load_torch(region)
+                loaded = load_torch(region, budget)
                 names |= loaded.names
                 serialisation = loaded.serialisation
     except HoldfastError:

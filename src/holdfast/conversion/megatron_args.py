@@ -12,37 +12,22 @@ from holdfast.errors import HoldfastError
 
 TRUE_SIZES = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
 
-# Beyond these a file is forged: tables are built per layer and padding rows are written one by one.
-LARGEST = {"num_layers": 1 << 14, "encoder_num_layers": 1 << 14, "make_vocab_size_divisible_by": 1 << 20}
-
-# Names that change the function in ways no target of ours can say; the value that is harmless.
-_HARMLESS: dict[str, Any] = {
-    "apply_residual_connection_post_layernorm": False,
-    "apply_layernorm_1p": False,
-    "squared_relu": False,
-    "use_rotary_position_embeddings_2d": False,
-    "rotary_interleaved": False,
-    "qk_layernorm": False,
-    "multi_latent_attention": False,
-    "num_experts": None,
-    "window_size": None,
-    "use_rope_scaling": False,
-    "rope_scaling_factor": None,
-    "rotary_seq_len_interpolation_factor": None,
-    "add_qkv_bias": False,
-    "attention_output_gate": False,
-    "softmax_type": "vanilla",
-    "mtp_num_layers": None,
-}
+# Beyond this a file is forged: padding rows are written one by one.
+LARGEST = {"make_vocab_size_divisible_by": 1 << 20}
 
 
 def architecture_from_args(
     args: Mapping[str, Any], tensors: Mapping[str, Tensor], family: Literal["gpt", "bert"], mcore: bool
 ) -> Architecture:
     """The architecture that `args` describe. Shapes are checked against it afterwards."""
-    _refuse_unknown_functions(args)
+    if args.get("normalization") not in (None, "LayerNorm", "RMSNorm"):
+        _cannot("normalization", args.get("normalization"))
     hidden, heads = _integer(args, "hidden_size"), _integer(args, "num_attention_heads")
-    swiglu = args.get("swiglu") is True
+    swiglu, rows = args.get("swiglu") is True, tensors[WORD_EMBEDDINGS].shape[0]
+    if args.get("gated_linear_unit") and not swiglu:
+        _cannot("gated_linear_unit", args["gated_linear_unit"])
+    if args.get("padded_vocab_size") not in (None, 0, rows):
+        raise HoldfastError(f"args.padded_vocab_size is {args['padded_vocab_size']}, but the embedding has {rows} rows")
     grouped = args.get("group_query_attention") is True and args.get("num_query_groups")
     bias = args.get("add_bias_linear", True) is not False
     rope = args.get("position_embedding_type") == "rope" or args.get("use_rotary_position_embeddings") is True
@@ -53,7 +38,7 @@ def architecture_from_args(
         _cannot("rotary_percent", args.get("rotary_percent"))
     # Megatron-core does not look at openai_gelu; its fused GELU is the tanh form, and BERT's head never is.
     openai = args.get("openai_gelu") is True and not mcore
-    tanh = openai or args.get("bias_gelu_fusion") is True
+    tanh = openai or args.get("bias_gelu_fusion") is True or args.get("bias_activation_fusion") is True
     first = f"{'decoder' if family == 'gpt' else 'encoder'}.layers.0."
     return Architecture(
         family=family,
@@ -66,7 +51,7 @@ def architecture_from_args(
         kv_channels=_integer(args, "kv_channels") if args.get("kv_channels") else hidden // heads,
         ffn_hidden_size=_integer(args, "ffn_hidden_size") if args.get("ffn_hidden_size") else 4 * hidden,
         max_position_embeddings=_integer(args, "max_position_embeddings"),
-        padded_vocab_size=tensors[WORD_EMBEDDINGS].shape[0],
+        padded_vocab_size=rows,
         vocab_multiple=_integer(args, "make_vocab_size_divisible_by")
         if args.get("make_vocab_size_divisible_by")
         else 128,
@@ -84,21 +69,6 @@ def architecture_from_args(
         hidden_dropout=_real(args, "hidden_dropout", 0.1),
         attention_dropout=_real(args, "attention_dropout", 0.1),
     )
-
-
-def _refuse_unknown_functions(args: Mapping[str, Any]) -> None:
-    for name, harmless in _HARMLESS.items():
-        value = args.get(name)
-        if name == "add_qkv_bias" and args.get("add_bias_linear", True) is not False:
-            continue
-        if name == "rope_scaling_factor" and args.get("use_rope_scaling") is not True:
-            continue
-        if name != "add_qkv_bias" and value not in (None, False, harmless):
-            _cannot(name, value)
-    if args.get("normalization") not in (None, "LayerNorm", "RMSNorm"):
-        _cannot("normalization", args.get("normalization"))
-    if args.get("onnx_safe") is True:
-        _cannot("onnx_safe", True)
 
 
 def architecture_from_shapes(

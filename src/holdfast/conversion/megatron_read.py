@@ -5,12 +5,13 @@ stages add up. What does not is refused with the file that is at fault.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.conversion.archives import StoredTensor, TorchFile, describe, load_torch
+from holdfast.conversion.budget import MAX_FILES, Budget
 from holdfast.conversion.megatron_args import (
     architecture_from_args,
     architecture_from_shapes,
@@ -18,12 +19,14 @@ from holdfast.conversion.megatron_args import (
     true_size_of_release,
 )
 from holdfast.conversion.megatron_names import canonical_name, cut_of
+from holdfast.conversion.megatron_settings import check_settings
 from holdfast.conversion.model import (
     OUTPUT_LAYER,
     WORD_EMBEDDINGS,
     Architecture,
     Model,
     check_complete,
+    check_heads,
     with_vocabulary,
 )
 from holdfast.conversion.pickles import plain, plain_attributes
@@ -67,15 +70,17 @@ class RankFile:
         return parts
 
 
-def find_rank_files(path: Path) -> list[tuple[int, int, Region]]:
+def find_rank_files(path: Path, budget: Budget) -> list[tuple[int, int, Region]]:
     """The files of all ranks, as (tensor rank, stage, bytes)."""
     if path.is_dir():
         folder = _iteration_folder(path)
         found = [(file, RANK_FILE.match(file.as_posix())) for file in sorted(folder.glob("mp_rank_*/model*rng.pt"))]
+        if len(found) > MAX_FILES:
+            raise HoldfastError(f"{folder} has {len(found):,} rank files; more than {MAX_FILES:,} are not read")
         places = [(int(m[1]), int(m[2] or 0), map_file(file)) for file, m in found if m]
     else:
         region = map_file(path)
-        members = read_directory(region) if is_zip(region) else {}
+        members = read_directory(region, budget) if is_zip(region) else {}
         inner = {name: member for name, member in members.items() if ZIP_MEMBER.match(name)}
         if not inner:
             return [(0, 0, region)]
@@ -85,7 +90,10 @@ def find_rank_files(path: Path) -> list[tuple[int, int, Region]]:
         for name, member in sorted(inner.items()):
             match = RANK_FILE.match(name)
             assert match
-            places.append((int(match[1]), int(match[2] or 0), open_member(region, member)))
+            content = open_member(region, member)
+            if member.method == 0:
+                budget.unchecked[content.name] = (content, member.crc)
+            places.append((int(match[1]), int(match[2] or 0), content))
     if not places:
         raise HoldfastError(f"{path} has no mp_rank_*/model_optim_rng.pt")
     grid = {(rank, stage) for rank, stage, _ in places}
@@ -112,8 +120,9 @@ def _iteration_folder(path: Path) -> Path:
     return path / f"iter_{int(word):07d}"
 
 
-def read_ranks(path: Path) -> list[RankFile]:
-    ranks = [RankFile(rank, stage, load_torch(region)) for rank, stage, region in find_rank_files(path)]
+def read_ranks(path: Path, budget: Budget) -> list[RankFile]:
+    files = find_rank_files(path, budget)
+    ranks = [RankFile(rank, stage, load_torch(region, budget)) for rank, stage, region in files]
     first = ranks[0]
     for rank in ranks:
         for key in ("iteration", "total_iters", "checkpoint_version"):
@@ -127,9 +136,12 @@ def read_ranks(path: Path) -> list[RankFile]:
     return ranks
 
 
-def read_megatron(path: Path, heads: int | None = None, version: float | None = None) -> Model:
+def read_megatron(
+    path: Path, heads: int | None = None, version: float | None = None, ignored: Collection[str] = ()
+) -> Model:
     """The whole model out of all ranks' files."""
-    ranks = read_ranks(path)
+    budget = Budget()
+    ranks = read_ranks(path, budget)
     args = ranks[0].args
     width, depth = 1 + max(rank.tensor_rank for rank in ranks), 1 + max(rank.stage for rank in ranks)
     _check_grid(ranks, args, width, depth)
@@ -142,11 +154,12 @@ def read_megatron(path: Path, heads: int | None = None, version: float | None = 
     )
     version, version_note = _version(ranks[0], version, mcore)
     swiglu = args.get("swiglu") is True
-    layouts = _Layouts(version, swiglu, args, heads, width)
+    layers = sum(len(_layers(part[0][0])) for part in parts)
+    layouts = _Layouts(version, swiglu, args, heads, width, layers)
     tensors = _join(parts, layouts)
     if family == "bert":
         tensors = {re.sub(r"^decoder\.", "encoder.", name): tensor for name, tensor in tensors.items()}
-    notes = [version_note] if version_note else []
+    notes = [*([version_note] if version_note else []), *check_settings(args, ignored)]
     if args:
         arch = architecture_from_args(args, tensors, family, mcore)
         true_size, said_by = true_size_from_args(args, arch.padded_vocab_size, width)
@@ -172,6 +185,7 @@ def read_megatron(path: Path, heads: int | None = None, version: float | None = 
             "optimizer": "optimizer" in ranks[0].content, "args": bool(args),
         },
         regions=[rank.file.region for rank in ranks],
+        unchecked=budget.unchecked,
         tokenizer=tokenizer_of(args),
     )  # fmt: skip
     return said_vocabulary(model, true_size, said_by)
@@ -295,6 +309,7 @@ class _Layouts:
     args: Mapping[str, Any]
     heads: int | None
     width: int
+    layers: int
 
     def qkv(self, tensor: Tensor) -> Tensor:
         if self.version >= 2:
@@ -306,6 +321,7 @@ class _Layouts:
             raise HoldfastError(
                 "the file has no args, and heads cannot be seen in the shapes: give --num-attention-heads"
             )
+        check_heads(self.layers, heads)
         local, remainder = divmod(heads, self.width)
         if remainder or not local or tensor.shape[0] % (3 * local):
             raise HoldfastError(
@@ -326,7 +342,7 @@ def _join(parts: list[Part], layouts: _Layouts) -> dict[str, Tensor]:
             if canonical.keys() != names:
                 odd = sorted(canonical.keys() ^ names)[0]
                 raise HoldfastError(f"{file}: {odd} is not in all tensor ranks of this stage")
-        layers = {int(match[1]) for name in names if (match := re.match(r"decoder\.layers\.(\d+)\.", name))}
+        layers = _layers(names)
         if layers and layers != set(range(len(layers))):
             raise HoldfastError(f"{part[0][1]}: layers {sorted(layers)} are not numbered from 0 without a gap")
         for name in names:
@@ -340,6 +356,10 @@ def _join(parts: list[Part], layouts: _Layouts) -> dict[str, Tensor]:
     if WORD_EMBEDDINGS not in tensors:
         raise HoldfastError(f"{parts[0][0][1]}: {WORD_EMBEDDINGS} is missing")
     return tensors
+
+
+def _layers(names: Iterable[str]) -> set[int]:
+    return {int(match[1]) for name in names if (match := re.match(r"decoder\.layers\.(\d{1,6})\.", name))}
 
 
 def _shift_layer(name: str, offset: int) -> str:

@@ -10,11 +10,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from holdfast.conversion.tensors import Tensor
+from holdfast.conversion.zips import Region
 from holdfast.errors import HoldfastError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+FLOATS = ("F64", "F32", "F16", "BF16")
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias")
+
+
+MAX_LAYERS = 1 << 12
+MAX_HEADS = 1 << 12
+MAX_HEADS_IN_ALL = 1 << 16
+
+
+def check_heads(layers: int, heads: int) -> None:
+    """Refuses numbers that no model has: every head of every layer may become a piece of its own."""
+    if layers > MAX_LAYERS or heads > MAX_HEADS or layers * heads > MAX_HEADS_IN_ALL:
+        raise HoldfastError(
+            f"num_layers = {layers:,} and num_attention_heads = {heads:,}: no model has that many "
+            f"(at most {MAX_LAYERS:,}, {MAX_HEADS:,} and together {MAX_HEADS_IN_ALL:,} are read)"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,9 @@ class Architecture:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_heads(self.num_layers, self.num_attention_heads)
+
     @property
     def stack(self) -> str:
         return "decoder" if self.family == "gpt" else "encoder"
@@ -80,6 +99,8 @@ class Model:
     facts: dict[str, Any] = field(default_factory=dict)
     """For `inspect`."""
     regions: list[Mapped] = field(default_factory=list)
+    unchecked: dict[str, tuple[Region, int]] = field(default_factory=dict)
+    """Parts of the source and the CRC-32 that they must have; compared while the target is written."""
     tokenizer: dict[str, str] = field(default_factory=dict)
     """tokenizer_type, vocab_file, merge_file, tokenizer_model as far as the source names them; digest, if it carries its own."""
     special_ids: dict[str, int | list[int]] = field(default_factory=dict)
@@ -153,6 +174,10 @@ def check_complete(arch: Architecture, tensors: Mapping[str, Tensor], origin: st
             f"{origin}: {arch.num_query_groups} query groups do not divide {arch.num_attention_heads} heads"
         )
     for name, shape in expected.items():
+        if tensors[name].stored not in FLOATS:
+            raise HoldfastError(
+                f"{origin}: {name} has elements of type {tensors[name].stored}; weights are {', '.join(FLOATS)}"
+            )
         if tensors[name].shape != shape:
             raise HoldfastError(
                 f"{origin}: {name} has the shape {list(tensors[name].shape)}, but the configuration demands {list(shape)}"

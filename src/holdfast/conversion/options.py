@@ -42,6 +42,8 @@ class Options:
     """Number of tokens without padding, where no tokenizer gives it, or a run has more rows than its tokenizer."""
     num_attention_heads: int | None = None
     """Heads, for Megatron files without args."""
+    ignore_args: tuple[str, ...] = ()
+    """Names of args in a Megatron checkpoint that Holdfast does not know and that do not change what the model computes."""
     checkpoint_version: float | None = None
     """Megatron source: the version whose row order applies, where the file has none or a wrong one. To megatron from
     another format: 2.0 or 3.0."""

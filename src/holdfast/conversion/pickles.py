@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from holdfast.conversion.budget import MAX_OPCODES, MAX_PICKLE_BYTES, Budget
 from holdfast.errors import HoldfastError
 
-MAX_BYTES = 64 << 20
-MAX_OPCODES = 3_000_000
 MAX_DEPTH = 200
 MAX_INTEGER_BYTES = 256
 
@@ -48,14 +47,16 @@ Call = Callable[[tuple[Any, ...]], Any]
 
 def load_pickle(
     data: memoryview,
+    budget: Budget,
     calls: dict[str, Call] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, int, set[str]]:
     """The tree in the pickle at the start of `data`, the number of bytes it takes, and the names it mentions.
 
-    `calls` maps names to functions of ours that are given the arguments of a REDUCE; `persistent` understands persistent ids.
+    `budget` is what is left for all pickles of the source. `calls` maps names to functions of ours that are given the arguments
+    of a REDUCE; `persistent` understands persistent ids.
     """
-    return _Machine(data, calls or {}, persistent).run()
+    return _Machine(data, budget, calls or {}, persistent).run()
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -82,6 +83,8 @@ def plain(value: Any) -> Any:
     """A value that may be compared and shown: a hostile tree of lists takes forever for either."""
     if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 1000):
         return value
+    if isinstance(value, list | tuple | dict | str) and not value:
+        return None
     return Opaque(
         value.name if isinstance(value, Record) else str(value) if isinstance(value, Global) else type(value).__name__
     )
@@ -92,9 +95,12 @@ def plain_attributes(value: Any) -> dict[str, Any]:
 
 
 class _Machine:
-    def __init__(self, data: memoryview, calls: dict[str, Call], persistent: Callable[[Any], Any] | None) -> None:
-        self._data = data[:MAX_BYTES]
-        self._cut = len(data) > MAX_BYTES
+    def __init__(
+        self, data: memoryview, budget: Budget, calls: dict[str, Call], persistent: Callable[[Any], Any] | None
+    ) -> None:
+        self._budget = budget
+        self._data = data[: budget.pickle_bytes]
+        self._cut = len(data) > budget.pickle_bytes
         self._at = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
@@ -106,22 +112,28 @@ class _Machine:
 
     def run(self) -> tuple[Any, int, set[str]]:
         opcodes = _OPCODES
-        for _ in range(MAX_OPCODES):
+        for used in range(self._budget.opcodes):
             operation = opcodes[self._bytes(1)[0]]
             if operation is None:
                 if self._data[self._at - 1] != ord("."):
                     _refuse(f"opcode {bytes(self._data[self._at - 1 : self._at])!r} is not allowed")
+                self._budget.opcodes -= used + 1
+                self._budget.pickle_bytes -= self._at
                 return self._pop(), self._at, {str(name) for name in self._globals.values()}
             try:
                 operation(self)
             except (TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError, struct.error):
                 _refuse(f"broken at byte {self._at}")
-        _refuse(f"more than {MAX_OPCODES:,} opcodes")
+        _refuse(f"more than {MAX_OPCODES:,} opcodes in all pickles of the source")
 
     def _bytes(self, count: int) -> memoryview:
         end = self._at + count
         if count < 0 or end > len(self._data):
-            _refuse(f"larger than {MAX_BYTES >> 20} MiB" if self._cut else "it ends too early")
+            _refuse(
+                f"more than {MAX_PICKLE_BYTES >> 20} MiB in all pickles of the source"
+                if self._cut
+                else "it ends too early"
+            )
         piece = self._data[self._at : end]
         self._at = end
         return piece
@@ -162,15 +174,15 @@ class _Machine:
         self._to_mark()
 
     def _nest(self, container: Any, values: Iterable[Any]) -> Any:
-        depth = 1 + max((self._depth(value) for value in values), default=0)
-        if depth > max(1, self._depths.get(id(container), 1)):
-            if depth > MAX_DEPTH:
+        inner, depths = 0, self._depths
+        for value in values:
+            if isinstance(value, _CONTAINERS):
+                inner = max(inner, depths.get(id(value), 1))
+        if inner and inner >= depths.get(id(container), 1):
+            if inner >= MAX_DEPTH:
                 _refuse(f"nested more than {MAX_DEPTH} deep")
-            self._depths[id(container)] = depth
+            depths[id(container)] = inner + 1
         return container
-
-    def _depth(self, value: Any) -> int:
-        return self._depths.get(id(value), 1) if isinstance(value, _CONTAINERS) else 0
 
     def _mark(self) -> None:
         if len(self._marks) >= MAX_DEPTH:

@@ -1,18 +1,20 @@
 """Reads safetensors files as mapped tensors: the header is checked against the file before anything is believed."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
+from holdfast.conversion.budget import MAX_TENSORS
 from holdfast.conversion.tensors import WIDTHS, Tensor, bits_type, tensor_of
 from holdfast.conversion.zips import Region, map_file
 from holdfast.errors import HoldfastError
+from holdfast.system.bounded_files import MAX_JSON_VALUES, count_json_values
 
-MAX_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 16 << 20
 
 
 def read_safetensors(
@@ -23,19 +25,41 @@ def read_safetensors(
     length = int.from_bytes(region.data[:8], "little")
     if len(region.data) < 8 or length > min(MAX_HEADER_BYTES, len(region.data) - 8):
         raise HoldfastError(f"{path} is not a safetensors file, or it is cut short")
-    try:
-        header: Any = orjson.loads(region.data[8 : 8 + length])
-    except orjson.JSONDecodeError:
-        header = None
-    if not isinstance(header, dict):
-        raise HoldfastError(f"{path} is not a safetensors file: its header is not JSON")
+    header = _header(path, bytes(region.data[8 : 8 + length]))
     metadata = header.pop("__metadata__", {})
     body = region.part(8 + length, len(region.data) - 8 - length)
     parts = {name: _part(path, name, entry, body) for name, entry in header.items()}
-    if sum(len(part.data) for part in parts.values()) != len(body.data):
+    end = 0
+    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+        start, stop = header[name]["data_offsets"]
+        if start != end:
+            raise HoldfastError(f"{path}: {name} overlaps another tensor, or there is a hole in front of it")
+        end = stop
+    if end != len(body.data):
         raise HoldfastError(f"{path} is cut short, or its header does not describe all of it")
     tensors = {name: _tensor(header[name], part) for name, part in parts.items() if not ignored(name)}
     return tensors, metadata if isinstance(metadata, dict) else {}, region
+
+
+def _header(path: Path, text: bytes) -> dict[str, Any]:
+    if count_json_values(text) > MAX_JSON_VALUES:
+        raise HoldfastError(f"{path}: its header has more than {MAX_JSON_VALUES:,} values, which no model has")
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise HoldfastError(f"{path} is not a safetensors file: its header is not JSON, or names something twice")
+    if len(header) > MAX_TENSORS:
+        raise HoldfastError(f"{path} has {len(header):,} tensors; more than {MAX_TENSORS:,} are not read")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate key")
+    return found
 
 
 def _part(path: Path, name: str, entry: Any, body: Region) -> Region:

@@ -1,5 +1,6 @@
 """Recognises what a path is, and reads it as a Model."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from holdfast.conversion.archives import is_torch_file
@@ -31,26 +32,37 @@ def kind_of(path: Path) -> str | None:
     return "holdfast" if is_holdfast(path) else None
 
 
-def read_model(path: Path, heads: int | None = None, version: float | None = None) -> Model:
-    """The model at a path, whatever form it has. `heads` and `version` are for Megatron files that do not say them."""
+def read_model(
+    path: Path, heads: int | None = None, version: float | None = None, ignored: Collection[str] = ()
+) -> Model:
+    """The model at a path, whatever form it has.
+
+    `heads` and `version` are for Megatron files that do not say them; `ignored` names args of Megatron that may be unknown.
+    """
     if not path.exists():
         raise HoldfastError(f"{path}: no such file or folder")
+    if not path.is_file() and not path.is_dir():
+        raise HoldfastError(f"{path} is not a regular file")
     try:
-        return _read(path, heads, version)
+        model = _read(path, heads, version, ignored)
+        found = model.architecture.num_attention_heads
+        if heads not in (None, found):
+            raise HoldfastError(f"--num-attention-heads {heads} contradicts {path}, which has {found} heads")
+        return model
     except HoldfastError as error:
         # Names out of the file are part of many messages, and a file may call a tensor anything, line breaks included.
         message = "".join(character if character.isprintable() else "?" for character in str(error)[:2000])
         raise HoldfastError(message) from None
 
 
-def _read(path: Path, heads: int | None, version: float | None) -> Model:
+def _read(path: Path, heads: int | None, version: float | None, ignored: Collection[str]) -> Model:
     kind = kind_of(path)
     if kind == "huggingface":
         return read_huggingface(path)
     if kind == "torch_dist":
-        return read_torch_dist(path, heads)
+        return read_torch_dist(path, heads, ignored)
     if kind == "megatron":
-        return read_megatron(path, heads, version)
+        return read_megatron(path, heads, version, ignored)
     if kind == "holdfast":
         from holdfast.conversion.holdfast_checkpoint import read_holdfast
 

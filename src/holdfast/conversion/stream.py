@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from holdfast.conversion.model import Mapped
 from holdfast.conversion.tensors import BLOCK_BYTES, Tensor
 from holdfast.conversion.torch_files import TorchLayout, lay_out_torch
+from holdfast.conversion.zips import Region, check_crc
 from holdfast.progress import progress
 
 FORGET_EVERY = 32 << 20
@@ -65,8 +66,14 @@ class _Target:
     checksums: dict[str, int] = field(default_factory=dict)
 
 
-def write_plan(plan: Plan, folder: Path, regions: Sequence[Mapped], hashed: bool = False) -> dict[str, dict[str, str]]:
-    """Writes all files of the plan; gives sha256 per file and tensor if `hashed`."""
+def write_plan(
+    plan: Plan,
+    folder: Path,
+    regions: Sequence[Mapped],
+    unchecked: Mapping[str, tuple[Region, int]] | None = None,
+    hashed: bool = False,
+) -> dict[str, dict[str, str]]:
+    """Writes all files of the plan, and compares what it reads with `unchecked`; gives sha256 per file and tensor if `hashed`."""
     digests: dict[str, dict[str, str]] = {}
     jobs: list[tuple[_Target, PlannedFile, str]] = []
     targets: list[_Target] = []
@@ -81,7 +88,7 @@ def write_plan(plan: Plan, folder: Path, regions: Sequence[Mapped], hashed: bool
             targets.append(target)
             jobs += [(target, file, name) for name in file.tensors]
             digests[file.name] = {}
-        _run_jobs(jobs, plan.nbytes, regions, digests if hashed else None)
+        _run_jobs(jobs, plan.nbytes, regions, list((unchecked or {}).values()), digests if hashed else None)
         for target in targets:
             if target.torch is not None:
                 target.torch.finish(target.descriptor, target.checksums)
@@ -123,22 +130,29 @@ def _run_jobs(
     jobs: Iterable[tuple[_Target, PlannedFile, str]],
     total: int,
     regions: Sequence[Mapped],
+    unchecked: Sequence[tuple[Region, int]],
     digests: dict[str, dict[str, str]] | None,
 ) -> None:
     # Large tensors first, so that the workers end together; neighbours in the file otherwise.
     ordered = sorted(jobs, key=lambda job: -(job[1].tensors[job[2]].nbytes >> 26))
     workers, done, syncing = min(4, os.cpu_count() or 1), 0, None
     with progress("converting", total) as bar, ThreadPoolExecutor(workers + 1) as pool, ThreadPoolExecutor(1) as syncer:
+        checks = [pool.submit(_check_source, *check) for check in unchecked]
         futures = {pool.submit(_write_tensor, *job, regions, digests): job for job in ordered}
         try:
-            for future in as_completed(futures):
+            for future in as_completed([*checks, *futures]):
                 bar.advance(future.result())
                 done += future.result()
-                if done >= SYNC_EVERY and (syncing is None or syncing.done()):
+                if done >= SYNC_EVERY and future in futures and (syncing is None or syncing.done()):
                     syncing, done = syncer.submit(os.fdatasync, futures[future][0].descriptor), 0
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _check_source(region: Region, crc: int) -> int:
+    check_crc(region, crc)
+    return 0  # bytes written
 
 
 def _write_tensor(

@@ -7,8 +7,11 @@ everything is a matrix: a vector of n elements is [n, 1], a scalar [1, 1].
 
 import hashlib
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,19 +28,24 @@ WIDTHS = {
 }  # fmt: skip
 BLOCK_BYTES = 8 << 20
 TRANSPOSE_COLUMNS = 256
+MAX_COMPARISONS = 1_000_000
 
 
 def bits_type(dtype: str) -> np.dtype[Any]:
     return np.dtype(f"<u{WIDTHS[dtype]}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a matrix: where its upper left corner is, and its bits."""
 
     row: int
     column: int
     bits: Bits
+
+
+def _row(piece: Piece) -> int:
+    return piece.row
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Tensor:
         """Rows start, start + step, ... below stop."""
         count = len(range(start, stop, step))
         pieces = []
-        for piece in self.pieces:
+        for piece in self._between(start, stop):
             height = piece.bits.shape[0]
             if piece.row >= stop or piece.row + height <= start:
                 continue
@@ -72,6 +80,20 @@ class Tensor:
             if part.size:
                 pieces.append(Piece(first, piece.column, part))
         return replace(self, shape=(count, *self.shape[1:]), pieces=tuple(pieces))
+
+    def _between(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """The pieces that may hold some of these rows. A tensor of many heads has thousands, and is cut as often."""
+        if not self._in_bands:
+            return self.pieces
+        last = bisect_left(self.pieces, stop, key=_row)
+        first = bisect_right(self.pieces, start, key=_row)
+        return self.pieces[bisect_left(self.pieces, self.pieces[first - 1].row, key=_row) if first else 0 : last]
+
+    @cached_property
+    def _in_bands(self) -> bool:
+        """Whether pieces are in the order of their rows, those that start together end together, and none reaches further."""
+        heights = [(piece.row, piece.row + piece.bits.shape[0]) for piece in self.pieces]
+        return all(a == b or a[1] <= b[0] for a, b in pairwise(heights))
 
     def columns(self, start: int, stop: int) -> "Tensor":
         return self.transposed().rows(start, stop).transposed()
@@ -96,6 +118,22 @@ class Tensor:
                 length = (split[inner] - 1) * strides[inner] + 1
                 parts.append(self.rows(start, start + length, strides[inner]))
         return stacked(parts)
+
+    def is_tiled(self) -> bool:
+        """Whether the pieces cover the matrix exactly once. A source in which finding that out takes long is forged."""
+        rows, columns = self.matrix
+        boxes = sorted((p.row, p.column, p.row + p.bits.shape[0], p.column + p.bits.shape[1]) for p in self.pieces)
+        if sum((bottom - top) * (right - left) for top, left, bottom, right in boxes) != rows * columns:
+            return False
+        comparisons = 0
+        for index, (_, left, bottom, right) in enumerate(boxes):
+            if bottom > rows or right > columns:
+                return False
+            for at in range(index + 1, bisect_left(boxes, (bottom,), index + 1)):
+                comparisons += 1
+                if (left < boxes[at][3] and boxes[at][1] < right) or comparisons > MAX_COMPARISONS:
+                    return False
+        return True
 
     def cast(self, dtype: str) -> "Tensor":
         return replace(self, dtype=dtype)

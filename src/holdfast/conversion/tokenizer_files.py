@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from holdfast.errors import HoldfastError
+from holdfast.system.bounded_files import count_json_values, read_bounded
 from holdfast.tokenizers.folder import FILE_KEYS, recipe_of
 from holdfast.tokenizers.recipe import END_OF_TEXT, read_recipe, source_files
 
@@ -23,6 +25,9 @@ BY_MODEL = (
     "TikTokenizer",
 )
 BY_VOCABULARY = {"gpt": ("GPT2BPETokenizer",), "bert": ("BertWordPieceLowerCase", "BertWordPieceCase")}
+MAX_BYTES = 64 << 20
+MAX_VALUES = 3_000_000
+"""In a tokenizer's file; a vocabulary of 256,000 with its merges has 2 million."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -66,6 +71,8 @@ def read_tokenizer(names: Mapping[str, str], positions: int) -> TokenizerFiles:
     kind = names["tokenizer_type"]
     paths = {key: path for key, (_, path) in source_files(kind, *(names.get(key) for key in FILE_KEYS)).items()}
     found = {"tokenizer_type": kind, **{key: str(path) for key, path in paths.items() if key in FILE_KEYS}}
+    for path in paths.values():
+        _check_size(path)
     if kind == "GPT2BPETokenizer":
         return _byte_level(found, paths["vocab_file"], paths["merge_file"], positions)
     if kind in BY_VOCABULARY["bert"]:
@@ -73,6 +80,12 @@ def read_tokenizer(names: Mapping[str, str], positions: int) -> TokenizerFiles:
     if kind == "HuggingFaceTokenizer":
         return _ready_made(found, paths["tokenizer_model"], positions)
     return _copied(found, paths["tokenizer_model"])
+
+
+def _check_size(path: Path) -> None:
+    """Refuses what is not a regular file of a size that a tokenizer's files can have."""
+    if count_json_values(read_bounded(path, MAX_BYTES, "file of a tokenizer")) > MAX_VALUES:
+        raise HoldfastError(f"{path} has more than {MAX_VALUES:,} values, which no tokenizer has")
 
 
 def _byte_level(names: dict[str, str], vocab: Path, merges: Path, positions: int) -> TokenizerFiles:
@@ -138,7 +151,11 @@ def _ready_made(names: dict[str, str], main: Path, positions: int) -> TokenizerF
     """A tokenizer.json is copied as it is, with its own configuration."""
     recipe = read_recipe("HuggingFaceTokenizer", tokenizer_model=main)
     beside = ("tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
-    files = {name: (main.parent / name).read_bytes() for name in beside if (main.parent / name).is_file()}
+    files = {
+        name: read_bounded(main.parent / name, MAX_BYTES, "file of a tokenizer")
+        for name in beside
+        if (main.parent / name).is_file()
+    }
     default = to_json({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions})
     files = {"tokenizer_config.json": default, **files, "tokenizer.json": main.read_bytes()}
     return TokenizerFiles(recipe.vocab_size, str(main), names, files, recipe.bos, recipe.eod)

@@ -3,13 +3,13 @@
 The invariant: every tensor is covered by its chunks exactly once, each chunk lies inside its file, and no path leaves the folder.
 """
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.conversion.archives import StoredTensor, load_torch
+from holdfast.conversion.budget import Budget
 from holdfast.conversion.megatron_args import architecture_from_args, architecture_from_shapes, true_size_from_args
 from holdfast.conversion.megatron_names import canonical_name
 from holdfast.conversion.megatron_read import (
@@ -19,7 +19,8 @@ from holdfast.conversion.megatron_read import (
     split_gate,
     tokenizer_of,
 )
-from holdfast.conversion.model import WORD_EMBEDDINGS, Model, check_complete
+from holdfast.conversion.megatron_settings import check_settings
+from holdfast.conversion.model import MAX_LAYERS, WORD_EMBEDDINGS, Model, check_complete
 from holdfast.conversion.pickles import Record, attributes, load_pickle, plain_attributes
 from holdfast.conversion.tensors import Piece, Tensor
 from holdfast.conversion.zips import Region, map_file
@@ -29,7 +30,6 @@ _CHUNK_FILE = re.compile(r"^[A-Za-z0-9_.-]+\.distcp$")
 _NOT_WEIGHTS = re.compile(
     r"^(optimizer|chained_\d+|rng_state|rerun_state_machine|opt_param_scheduler|args|iteration|checkpoint_version|content_metadata|common|num_floating)"
 )
-MAX_LAYERS = 1 << 14
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -38,7 +38,7 @@ def is_torch_dist(path: Path) -> bool:
     return (folder / ".metadata").is_file()
 
 
-def read_torch_dist(path: Path, heads: int | None = None) -> Model:
+def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[str] = ()) -> Model:
     folder = _iteration_folder(path)
     reader = _Reader(folder)
     args, common = _args(folder, reader)
@@ -52,13 +52,14 @@ def read_torch_dist(path: Path, heads: int | None = None) -> Model:
             for name, whole in tensors.items()
             for new, tensor in (split_gate(name, [whole]) if ".linear_fc1." in name else {name: whole}).items()
         }
-    notes: list[str] = []
+    notes = check_settings(args, ignored)
     if args:
         arch = architecture_from_args(args, tensors, family, mcore=True)
         width = args.get("tensor_model_parallel_size")
         true_size, said_by = true_size_from_args(args, arch.padded_vocab_size, width if type(width) is int else 1)
     else:
-        arch, notes = architecture_from_shapes(tensors, family, heads)
+        arch, found = architecture_from_shapes(tensors, family, heads)
+        notes += found
         true_size, said_by = None, ""
     tensors = drop_tied_copy(arch, tensors, str(folder))
     check_complete(arch, tensors, str(folder))
@@ -78,6 +79,7 @@ def read_torch_dist(path: Path, heads: int | None = None) -> Model:
             "objects_not_loaded": sorted(reader.names),
         },
         regions=list(reader.files.values()),
+        unchecked=reader.budget.unchecked,
         tokenizer=tokenizer_of(args),
     )
     return said_vocabulary(model, true_size, said_by)
@@ -111,7 +113,7 @@ def _tensors(reader: "_Reader", named: Mapping[str, str], stack: str, folder: Pa
 def _args(folder: Path, reader: "_Reader") -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Megatron's args: in common.pt, or in newer folders as a byte entry of their own."""
     if (folder / "common.pt").is_file():
-        common = load_torch(map_file(folder / "common.pt")).tree
+        common = load_torch(map_file(folder / "common.pt"), reader.budget).tree
         if not isinstance(common, dict):
             raise HoldfastError(f"{folder / 'common.pt'} holds no state")
         return plain_attributes(common.get("args")), common
@@ -119,7 +121,7 @@ def _args(folder: Path, reader: "_Reader") -> tuple[dict[str, Any], Mapping[str,
     for name in reader.blobs:
         key = name.split("/")[0].rsplit(".", 1)[-1]
         if key in ("args", "iteration", "checkpoint_version", "common", "common_state_dict"):
-            value = load_torch(reader.region(name)).tree
+            value = load_torch(reader.region(name), reader.budget).tree
             state |= value if isinstance(value, dict) and key.startswith("common") else {key: value}
     return plain_attributes(state.get("args")), state
 
@@ -129,6 +131,8 @@ class _Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.budget = Budget()
+        self._loaded: dict[int, StoredTensor] = {}
         self.files: dict[str, Region] = {}
         self.chunks: dict[str, list[tuple[Box, Record]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -136,7 +140,7 @@ class _Reader:
         region = map_file(folder / ".metadata")
         calls = {"torch.Size": lambda arguments: tuple(arguments[0])}
         try:
-            tree, _, names = load_pickle(region.data, calls)
+            tree, _, names = load_pickle(region.data, self.budget, calls)
         except HoldfastError as error:
             raise HoldfastError(f"{folder / '.metadata'}: {error}") from None
         self.names = {name for name in names if not name.startswith("torch.")}
@@ -195,17 +199,27 @@ class _Reader:
             self.files[file] = map_file(self._folder / file)
         return self.files[file].part(offset, length, f"{self._folder / file}: {name}")
 
+    def _load(self, info: Record, name: str) -> StoredTensor:
+        """A chunk's tensor; a chunk that holds several layers is asked for once for each."""
+        region = self._region(info, name)
+        if id(info) not in self._loaded:
+            stored = load_torch(region, self.budget).tree
+            if not isinstance(stored, StoredTensor):
+                raise HoldfastError(f"{self._folder}: a chunk of {name} is not the tensor that .metadata announces")
+            self._loaded[id(info)] = stored
+        return self._loaded[id(info)]
+
     def tensor(self, name: str, layer: int | None = None) -> Tensor:
         """A whole tensor, or one layer of a stack of them."""
         shape = self.shapes[name] if layer is None else self.shapes[name][1:]
         if len(shape) > 2:
             raise HoldfastError(f"{self._folder}: {name} has the shape {list(self.shapes[name])}, which no weight has")
-        pieces, dtype, covered = [], "", 0
+        pieces, dtype = [], ""
         for (offsets, sizes), info in self.chunks[name]:
             if layer is not None and not offsets[0] <= layer < offsets[0] + sizes[0]:
                 continue
-            stored = load_torch(self._region(info, name)).tree
-            if not isinstance(stored, StoredTensor) or stored.shape != sizes or (dtype and stored.dtype != dtype):
+            stored = self._load(info, name)
+            if stored.shape != sizes or (dtype and stored.dtype != dtype):
                 raise HoldfastError(f"{self._folder}: a chunk of {name} is not the tensor that .metadata announces")
             dtype, bits = stored.dtype, stored.view()
             place = offsets
@@ -213,10 +227,10 @@ class _Reader:
                 bits, place = bits[layer - offsets[0]], offsets[1:]
             bits = bits.reshape(-1, 1) if bits.ndim < 2 else bits
             pieces.append(Piece(place[0] if place else 0, place[1] if len(place) > 1 else 0, bits))
-            covered += bits.size
-        if covered != math.prod(shape) or not pieces:
+        tensor = Tensor(shape, dtype, tuple(pieces), dtype)
+        if not pieces or not tensor.is_tiled():
             raise HoldfastError(f"{self._folder}: the chunks of {name} do not cover it exactly")
-        return Tensor(shape, dtype, tuple(pieces), dtype)
+        return tensor
 
 
 def _sizes(value: Any, folder: Path) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.conversion.budget import Budget
 from holdfast.conversion.forward import Array, huggingface_forward, megatron_forward
 from holdfast.conversion.huggingface_read import read_json, read_weights
 from holdfast.conversion.model import VOCABULARY_TENSORS, Model
@@ -40,7 +41,7 @@ def verify_conversion(model: Model, folder: Path, to: str, digests: Mapping[str,
     ids = np.random.default_rng(0).integers(0, arch.vocabulary(), min(TOKENS, arch.max_position_embeddings))
     source_side = megatron_forward(arch, model.tensors, ids)
     if to == "hf":
-        config, (tensors, _) = read_json(folder / "config.json"), read_weights(folder)
+        config, (tensors, _) = read_json(folder / "config.json"), read_weights(folder, Budget())
         target_side = huggingface_forward(config, tensors, ids)
     else:
         target_side = megatron_forward(target.architecture, target.tensors, ids)

@@ -9,14 +9,19 @@ import mmap
 import struct
 import tempfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from holdfast.conversion.budget import MAX_MEMBERS, Budget
 from holdfast.errors import HoldfastError
+from holdfast.system.bounded_files import open_regular
 
 MAX_DIRECTORY_BYTES = 16 << 20
 MAX_RATIO = 20
+BLOCK = 1 << 20
+CRC_BLOCK = 32 << 20
 MAX_INFLATED_BYTES = 64 << 30
 
 
@@ -42,7 +47,7 @@ class Region:
 
 
 def map_file(path: Path) -> Region:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, 2)
         if size == 0:
             raise HoldfastError(f"{path} is empty")
@@ -65,9 +70,12 @@ def is_zip(region: Region) -> bool:
     return bytes(region.data[:4]) == b"PK\x03\x04"
 
 
-def read_directory(region: Region) -> dict[str, Member]:
+def read_directory(region: Region, budget: Budget) -> dict[str, Member]:
     """The members of a zip by name, after every check that does not need their content."""
     count, size, start = _end_of_directory(region)
+    budget.members -= count
+    if budget.members < 0:
+        _bad_zip(region, f"more than {MAX_MEMBERS:,} members in all zips of the source")
     if size > MAX_DIRECTORY_BYTES or start + size > len(region.data):
         _bad_zip(region, "its directory is too large or lies outside the file")
     directory, members, at = bytes(region.data[start : start + size]), [], 0
@@ -167,19 +175,24 @@ def open_member(region: Region, member: Member) -> Region:
     return packed if member.method == 0 else _inflate(packed, member, name)
 
 
+def check_crc(region: Region, crc: int) -> None:
+    """Compares a member's content with the checksum that the zip declares for it."""
+    found = 0
+    for start in range(0, len(region.data), CRC_BLOCK):
+        found = zlib.crc32(region.data[start : start + CRC_BLOCK], found)
+        region.forget()
+    if found != crc:
+        raise HoldfastError(f"{region.name} is damaged: its content does not match its checksum (CRC-32)")
+
+
 def _inflate(packed: Region, member: Member, name: str) -> Region:
-    inflater, written, crc = zlib.decompressobj(-15), 0, 0
+    written, crc = 0, 0
     with tempfile.TemporaryFile() as file:
-        for start in range(0, len(packed.data), 1 << 20):
-            try:
-                content = inflater.decompress(packed.data[start : start + (1 << 20)], member.size - written + 1)
-            except zlib.error:
-                raise HoldfastError(f"{name} is damaged: it does not inflate") from None
+        for content in _inflated(packed, name):
             written, crc = written + len(content), zlib.crc32(content, crc)
             if written > member.size:
                 break
             file.write(content)
-            packed.forget()
         if written != member.size or crc != member.crc:
             raise HoldfastError(
                 f"{name} is damaged: it does not inflate to the size and checksum that the zip declares"
@@ -189,6 +202,25 @@ def _inflate(packed: Region, member: Member, name: str) -> Region:
             raise HoldfastError(f"{name} is empty")
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return Region(name, memoryview(mapping), mapping)
+
+
+def _inflated(packed: Region, name: str) -> Iterator[bytes]:
+    """The content of a deflated member in blocks of bounded size, however far a few of its bytes inflate."""
+    inflater = zlib.decompressobj(-15)
+    written = 0
+    try:
+        for start in range(0, len(packed.data), BLOCK):
+            rest: bytes | memoryview = packed.data[start : start + BLOCK]
+            while content := inflater.decompress(rest, BLOCK):
+                rest, written = inflater.unconsumed_tail, written + len(content)
+                if written > MAX_RATIO * (start + BLOCK):
+                    raise HoldfastError(f"{name} inflates more than {MAX_RATIO} times: weights never do")
+                yield content
+            packed.forget()
+    except zlib.error:
+        raise HoldfastError(f"{name} is damaged: it does not inflate") from None
+    if not inflater.eof or inflater.unused_data:
+        raise HoldfastError(f"{name} is damaged: its compressed data do not end where the zip says")
 
 
 def _bad_zip(region: Region, reason: str) -> NoReturn:

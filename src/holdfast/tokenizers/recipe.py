@@ -161,6 +161,7 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> Recipe:
     vocabulary = _json(vocab_file, vocabulary_bytes)
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise HoldfastError(f"{vocab_file} is no vocab.json of a byte-level BPE: it should map tokens to ids")
+    _check_ids(vocab_file, vocabulary)
     # Left as "a b": 50,000 pairs of strings would take a tenth of a second to make, write and read.
     merges = MERGE.findall(merges_bytes.decode("utf-8", "replace").replace("\r\n", "\n"))
     eod = vocabulary.get(END_OF_TEXT, len(vocabulary))
@@ -268,9 +269,19 @@ def _vocabulary_of(file: Path, definition: Any) -> tuple[dict[str, int], dict[st
     try:
         raw = definition["model"]["vocab"]
         vocabulary = {entry[0]: number for number, entry in enumerate(raw)} if isinstance(raw, list) else dict(raw)
-        return vocabulary, {token["content"]: token["id"] for token in definition.get("added_tokens") or []}
-    except (KeyError, TypeError, IndexError) as error:
+        added = {token["content"]: token["id"] for token in definition.get("added_tokens") or []}
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         raise HoldfastError(f"{file} is no tokenizer.json: it has no model with a vocabulary") from error
+    _check_ids(file, {**vocabulary, **added})
+    return vocabulary, added
+
+
+def _check_ids(file: Path, vocabulary: dict[Any, Any]) -> None:
+    for token, number in vocabulary.items():
+        if type(token) is not str or type(number) is not int or not 0 <= number < 1 << 31:
+            raise HoldfastError(
+                f"{file}: the id of {str(token)[:100]!r} is {str(number)[:100]}; ids are numbers from 0"
+            )
 
 
 def _special_names(folder: Path) -> dict[str, str]:
