@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from holdfast.data.fingerprint import fingerprint
 from holdfast.errors import HoldfastError
 from holdfast.inspection import inspect_path
 from holdfast.tokenizers import read_recipe
+from holdfast.tokenizers.folder import read_folder
 from holdfast.tokenizers.training import train_tokenizer
 from holdfast.train.command import parse
-from holdfast.train.identity import read_run_config
+from holdfast.train.identity import carry_identity, read_run_config
 from holdfast.train.preflight import check_data, open_run_folder, resolve
 
 TEXTS = [f"the quick brown fox number {number} jumps over {number * 7} lazy dogs" for number in range(60)]
@@ -126,6 +128,24 @@ def test_a_damaged_copy_of_the_tokenizer_is_refused(work):
     (work / "run/tokenizer/merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(HoldfastError, match="was changed"):
         read_run_config(work / "run" / "config.toml")
+
+
+def test_nodes_that_start_together_carry_one_tokenizer(work):
+    config, _ = resolve(configuration(work))
+    (work / "run").mkdir()
+    with ThreadPoolExecutor(8) as nodes:
+        carried = list(nodes.map(lambda _: carry_identity(work / "run", config).data, range(16)))
+    assert len(set(carried)) == 1 and len(list((work / "run" / "tokenizer").iterdir())) == 3
+    assert not list((work / "run").glob(".*"))
+
+
+def test_the_tokenizer_of_a_start_without_a_step_is_replaced(work):
+    config = configuration(work, save=str(work / "run"))
+    start(config)
+    train_tokenizer(TEXTS, work / "larger", 320)
+    resolved, _ = resolve(with_tokenizer(config, work / "larger"))
+    open_folder(resolved)
+    assert read_folder(work / "run" / "tokenizer").recipe.vocab_size == 320
 
 
 def test_equal_data_by_another_path_is_the_same_run(work, tmp_path, monkeypatch):

@@ -25,10 +25,8 @@ from holdfast.tokenizers.folder import (
     FILE_KEYS,
     KEYS,
     RECIPE_FILE,
-    TokenizerFolder,
     describe,
     folder_contents,
-    folder_names,
     read_folder,
     recipe_of,
 )
@@ -107,12 +105,12 @@ def carry_identity(folder: Path, config: Config) -> Config:
     names = tokenizer_names(config.data)
     if not names:
         return config
-    carried = _read_or_none(folder / TOKENIZER)
-    if carried is None or carried.recipe.digest != recipe_of(names).digest:
+    digest, place = recipe_of(names).digest, folder / TOKENIZER
+    if not _holds(place, digest):
         sources = {key: existing(name) if key in FILE_KEYS else name for key, name in names.items()}
-        contents = folder_contents(names, sources)
-        _publish(folder / TOKENIZER, contents)
-        return _with_tokenizer(config, folder_names(contents, folder / TOKENIZER))
+        _publish(place, folder_contents(names, sources), digest)
+    carried = read_folder(place)
+    assert carried is not None
     return _with_tokenizer(config, carried.names)
 
 
@@ -170,27 +168,29 @@ def _other_tokenizer(folder: Path, old: Config, new: Config) -> list[str]:
     return [f"the tokenizer was {was} and is {describe(found) if found else 'none'}"]
 
 
-def _read_or_none(folder: Path) -> TokenizerFolder | None:
+def _holds(folder: Path, digest: str) -> bool:
     try:
-        return read_folder(folder)
+        carried = read_folder(folder)
     except HoldfastError:
-        return None
+        return False
+    return carried is not None and carried.recipe.digest == digest
 
 
-def _publish(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """A folder that is there holds the tokenizer of a start that never made a step; recipe.json goes first and comes last."""
-    if folder.exists():
-        (folder / RECIPE_FILE).unlink(missing_ok=True)
+def _publish(folder: Path, contents: Mapping[str, bytes], digest: str) -> None:
+    """Several nodes may publish the same folder. One that holds another tokenizer is of a start that never made a step."""
+    if not folder.exists():
+        try:
+            with publish_folder(folder) as temporary:
+                for name, content in contents.items():
+                    (temporary / name).write_bytes(content)
+            return
+        except (HoldfastError, OSError):
+            if not folder.exists():
+                raise
+    if not _holds(folder, digest):
+        (folder / RECIPE_FILE).unlink(missing_ok=True)  # it comes last again
         for name, content in contents.items():
             publish_bytes(folder / name, content)
-        return
-    try:
-        with publish_folder(folder) as temporary:
-            for name, content in contents.items():
-                (temporary / name).write_bytes(content)
-    except (HoldfastError, OSError):
-        if not folder.exists():  # another node published the same files first
-            raise
 
 
 def _with_tokenizer(config: Config, names: Mapping[str, str]) -> Config:
