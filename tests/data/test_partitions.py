@@ -1,6 +1,7 @@
 """Shares made one by one, in any order, merge to the bytes of one run; finished ones are not made again."""
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from tests.data.conftest import TokenizerFiles
 from tests.data.corpora import dataset_bytes, megatron_documents, pair, prose
 
 from holdfast import preprocess
-from holdfast.errors import UsageError
+from holdfast.data.provenance import Summary
+from holdfast.errors import HoldfastError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,29 @@ def test_more_shares_than_units_leave_some_empty(tmp_path: Path, small_bpe: Toke
     assert pair(tmp_path / "out_text_document") == dataset_bytes(
         megatron_documents(few, "text", small_bpe.build(), False)
     )
+
+
+def test_the_joined_dataset_has_a_record_and_replaces_no_other(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*prose(3), b"bad", *prose(3, 1)]))
+    (tmp_path / "b.jsonl").write_bytes(b"\n".join(prose(5)))
+
+    def run(name: str, **settings: object) -> Summary:
+        return preprocess(tmp_path / name, tmp_path / "out", **small_bpe.arguments(), partitions=2, **settings)  # type: ignore[arg-type]
+
+    joined = run("a.jsonl", on_bad_line="skip")
+    record = json.loads((tmp_path / "out.json").read_bytes())
+    assert joined.provenance == str(tmp_path / "out.json")
+    assert record["tokenizer"]["type"] == "GPT2BPETokenizer"
+    assert record["outputs"][0]["bin_bytes"] == (tmp_path / "out_text_document.bin").stat().st_size
+    assert record["outputs"][0]["idx_bytes"] == (tmp_path / "out_text_document.idx").stat().st_size
+    assert b'"line":4' in (tmp_path / "out.bad.jsonl").read_bytes()
+    assert run("a.jsonl", on_bad_line="skip").already_complete
+    before = pair(tmp_path / "out_text_document")
+    with pytest.raises(HoldfastError, match="--overwrite"):
+        run("b.jsonl")
+    assert pair(tmp_path / "out_text_document") == before
+    assert run("b.jsonl", overwrite=True).documents == 5
+    assert not (tmp_path / "out.bad.jsonl").exists() and not (tmp_path / "out.joining").exists()
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def preprocess(options: PreprocessOptions) -> None:
     else:
         print("\n".join(summary.outputs))
     if summary.bad_lines:
-        say(f"{_left_out(summary.bad_lines)}; see {options.output_prefix}.bad.jsonl")
+        share = "" if options.partition_index is None else f"_{options.partition_index}"
+        say(f"{_left_out(summary.bad_lines)}; see {options.output_prefix}{share}.bad.jsonl")
         sys.exit(BAD_LINES_EXIT_CODE)
 
 

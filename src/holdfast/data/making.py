@@ -267,29 +267,8 @@ def _publish(
         engine,
         str(record),
     )
-    outputs = [
-        {
-            "prefix": output,
-            "bin_bytes": key.bytes,
-            "idx_bytes": 34 + 12 * key.sequences + 8 * (key.documents + 1),
-            "sequences": key.sequences,
-            "documents": key.documents,
-            "dtype": str(request.dtype),
-        }
-        for output, key in zip(request.outputs, state.keys, strict=True)
-    ]
     digests = {file.path: workspace.digests.get(file.number, "") for file in request.files}
-    details = {
-        "outputs": outputs,
-        "input_digests_xxh3_128": digests,
-        "tokenizer": {
-            "type": request.recipe.tokenizer_type,
-            "digest_sha256": request.recipe.digest,
-            "vocab_size": request.recipe.vocab_size,
-            "eod": request.recipe.eod,
-        },
-        "workers": request.workers,
-    }
+    details = record_details(request, [(key.bytes, key.sequences, key.documents) for key in state.keys], digests)
     bad = Path(request.prefix + ".bad.jsonl")
     # The record of an older dataset goes before its files do, and the new one comes when all files have their names.
     record.unlink(missing_ok=True)
@@ -300,6 +279,33 @@ def _publish(
     publish_pairs([(*pair, output) for pair, output in zip(pairs, request.outputs, strict=True)])
     publish_bytes(record, describe(summary, settings, details))
     return summary
+
+
+def record_details(request: Request, sizes: Sequence[tuple[int, int, int]], digests: dict[str, str]) -> dict[str, Any]:
+    """What the record of a dataset says beside summary and settings; `sizes`: bytes, sequences, documents of each output."""
+    outputs = [
+        {
+            "prefix": output,
+            "bin_bytes": size,
+            "idx_bytes": 34 + 12 * sequences + 8 * (documents + 1),
+            "sequences": sequences,
+            "documents": documents,
+            "dtype": str(request.dtype),
+        }
+        for output, (size, sequences, documents) in zip(request.outputs, sizes, strict=True)
+    ]
+    tokenizer = {
+        "type": request.recipe.tokenizer_type,
+        "digest_sha256": request.recipe.digest,
+        "vocab_size": request.recipe.vocab_size,
+        "eod": request.recipe.eod,
+    }
+    return {
+        "outputs": outputs,
+        "input_digests_xxh3_128": digests,
+        "tokenizer": tokenizer,
+        "workers": request.workers,
+    }
 
 
 class CrossCheck:

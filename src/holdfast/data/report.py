@@ -18,7 +18,7 @@ class Report:
     def __init__(self, request: "Request", workspace: Workspace) -> None:
         self._request, self._workspace = request, workspace
         self._engine = ""
-        self._documents = self._tokens = self._size = 0
+        self._documents = self._size = 0
         self._start = time.monotonic()
         self._stack = ExitStack()
 
@@ -49,7 +49,6 @@ class Report:
         for part in parts:
             before = self._documents
             self._documents += part.documents
-            self._tokens += sum(part.tokens)
             self._size += part.size
             seconds = max(time.monotonic() - self._start, 1e-9)
             interval = self._request.log_interval
@@ -57,4 +56,4 @@ class Report:
                 count = self._documents // interval * interval
                 megabytes = self._size / seconds / 1024 / 1024
                 say(f"Processed {count} documents ({self._documents / seconds:.2f} docs/s, {megabytes:.2f} MB/s).")
-            self._bar.note(f"{self._documents / seconds:,.0f} docs/s, {self._tokens:,} tokens")
+            self._bar.note(f"{self._documents / seconds:,.0f} docs/s")
