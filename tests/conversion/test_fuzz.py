@@ -109,6 +109,7 @@ def test_damaged_files_end_in_a_model_or_our_own_error(tmp_path, cases):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_many_more_damaged_files(tmp_path, seed):
     fuzz(tmp_path, 50_000, seed)
