@@ -1,19 +1,23 @@
 """Two "nodes": two folders in memory, two keepers that talk over loopback; rows 21-23 of the matrix."""
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import threading
 
+import psutil
 import pytest
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
 from holdfast.snapshot import peers
 from holdfast.snapshot.arena import SLOTS
+from holdfast.snapshot.channel import Channel, run_identity
 from holdfast.snapshot.desk import Desk, desk_name
 from holdfast.snapshot.place import Place, open_arenas, read_json, write_json
+from tests.disks import small_disk
 
 from .harness import Fault, keeper_process, launch, wait_for
 
@@ -133,8 +137,10 @@ def test_a_node_and_its_peer_lost_leaves_the_disk(pair, check):
 class Proxy:
     """A link between the nodes that damages the first chunk and breaks once, then behaves."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, harmless: bool = False) -> None:
         self._port = port
+        self._harmless = harmless
+        self.seen = b""
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
@@ -155,10 +161,12 @@ class Proxy:
         passed = 0
         try:
             while content := source.recv(65536):
-                if number == 1 and passed > 20_000:
+                if self._harmless:
+                    self.seen += content
+                elif number == 1 and passed > 20_000:
                     target.close()  # the link breaks in the middle of the first shipment
                     return
-                if number == 2 and passed < 30_000 <= passed + len(content):
+                elif number == 2 and passed < 30_000 <= passed + len(content):
                     damaged = bytearray(content)
                     damaged[-1] ^= 1
                     content = bytes(damaged)
@@ -203,17 +211,93 @@ def test_a_keeper_that_is_just_starting_is_waited_for(pair):
     launched.wait(pair)
 
 
-def test_who_does_not_know_the_secret_gets_nothing(pair):
+def request_as(identity, record):
+    connection = socket.create_connection(("127.0.0.1", record["port"]))
+    with Channel(connection, identity, server=False) as channel:
+        channel.send({"do": "get", "file": "rank-00000.desk", "slot": 0})
+        return channel.receive()
+
+
+def test_a_peer_without_the_runs_key_is_rejected(pair, tmp_path):
+    """Another run's key; no TLS; a relay of one keeper's handshake to itself. The keeper serves its peers all the while."""
+    pair.steps = 4000
     launched = launch(pair)
     place = places(pair)[0]
     record = wait_for(lambda: read_json(peers.node_file(place, place.node)), "a keeper")
-    connection = socket.create_connection(("127.0.0.1", record["port"]))
-    with pytest.raises((HoldfastError, ConnectionError)):
-        line = peers.Line(connection, b"a guess", server=False)
-        line.send({"do": "get", "file": "rank-00000.desk", "slot": 0})
-        line.receive()
+    identity = run_identity(peers.keepers_folder(place))
+    assert identity.stat().st_mode & 0o077 == 0
+    with pytest.raises(OSError):
+        request_as(run_identity(tmp_path / "stranger"), record)
+    with socket.create_connection(("127.0.0.1", record["port"])) as plain:
+        plain.settimeout(60)
+        plain.sendall(b"\0" * 48)
+        with contextlib.suppress(ConnectionError):
+            assert b"safetensors" not in b"".join(iter(lambda: plain.recv(65536), b""))
+    assert "trouble" in request_as(identity, record)
     launched.kill()
     launched.wait(pair)
+
+
+def test_what_passes_between_keepers_is_encrypted(pair):
+    pair.steps = 4000
+    launched = launch(pair)
+    there = places(pair)[1]
+    record = wait_for(lambda: read_json(peers.node_file(there, there.node)), "the keeper of the other node")
+    proxy = Proxy(record["port"], harmless=True)
+    write_json(peers.node_file(there, there.node), {**record, "port": proxy.listener.getsockname()[1]})
+    wait_for(lambda: len(proxy.seen) > 20_000, "copies on the link")
+    assert b"optimizer." not in proxy.seen and b"0.weight" not in proxy.seen
+    launched.kill()
+    launched.wait(pair)
+    proxy.listener.close()
+
+
+def test_silent_connections_neither_end_the_keeper_nor_stay(pair):
+    pair.steps = 4000
+    launched = launch(pair)
+    place = places(pair)[0]
+    record = wait_for(lambda: read_json(peers.node_file(place, place.node)), "a keeper")
+    process = psutil.Process(keeper_process(place))
+    silent = [socket.create_connection(("127.0.0.1", record["port"])) for _ in range(300)]
+    assert process.num_fds() < 200
+    before = len(shipped(pair))
+    wait_for(lambda: len(shipped(pair)) >= before + 2, "copies to go on")
+    wait_for(lambda: process.num_fds() < 60, "silent connections to be closed")
+    assert process.is_running()
+    for connection in silent:
+        connection.close()
+    launched.kill()
+    launched.wait(pair)
+
+
+def test_a_key_that_was_cut_short_is_refused_and_a_new_one_appears_whole(tmp_path):
+    with small_disk(tmp_path / "full", "16k") as disk:
+        (disk / "filler").write_bytes(b"x" * 16_384)
+        with pytest.raises(OSError):
+            run_identity(disk / "keepers")
+        assert not list(disk.rglob("*.pem*"))
+    (tmp_path / "identity.pem").write_bytes(b"")
+    ours, theirs = socket.socketpair()
+    with pytest.raises(HoldfastError, match="cannot be used"):
+        Channel(ours, tmp_path / "identity.pem", server=True)
+    theirs.close()
+
+
+def test_a_node_without_peers_listens_only_while_another_one_restores_from_it(pair, oracle):
+    pair.options = {"mode": "node"}
+    launched = launch(pair)
+    wait_for(lambda: len(pair.trace("restored")) == 2, "the run to train")
+    wait_for(lambda: all(place.desks()[rank]["ready"] >= 4 for rank, place in enumerate(places(pair))), "snapshots")
+    assert not list(peers.keepers_folder(places(pair)[0]).glob("*.json"))
+    stop_everything(pair, launched)
+    shutil.rmtree(places(pair)[1].path)
+    pair.pace = 0.0
+    hashes = oracle(pair)
+    assert launch(pair, 1).wait(pair)
+    (resumed,) = pair.events("resumed")
+    assert resumed["source"] == "memory"
+    assert {entry["hash"] for entry in pair.trace("restored")[-2:]} == {hashes[resumed["step"]]}
+    assert not list(peers.keepers_folder(places(pair)[0]).glob("*.json"))
 
 
 def test_a_run_over_two_nodes_writes_one_checkpoint(pair, oracle):

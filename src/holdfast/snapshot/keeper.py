@@ -31,13 +31,14 @@ from holdfast.snapshot.persisting import (
     newest_generation,
     write_checkpoint,
 )
-from holdfast.snapshot.place import Place, lock_keeper, open_arenas, read_json, write_json
+from holdfast.snapshot.place import SERVE, Place, lock_keeper, open_arenas, read_json, write_json
 from holdfast.snapshot.wishes import SAVE, STOP, TRIGGERS
 
 ROUND_SECONDS = 0.05
 LINGER_SECONDS = 600.0
 VERIFY_SECONDS = 5.0
 RETRY_SECONDS = 5.0
+LISTEN_SECONDS = 10.0
 STACKS_SECONDS = 0.3
 SAVE_PATIENCE = 60.0
 MEETING_PATIENCE, MEETING_PATIENCE_AT_THE_END = 15.0, 5.0
@@ -56,6 +57,7 @@ class Keeper:
         self._ending = False
         signal.signal(signal.SIGTERM, self._end)
         self._peers: Any = None
+        self._next_listen = 0.0
         self._partners = Partners(place)
 
     def _end(self, *_: Any) -> None:
@@ -332,10 +334,21 @@ class Keeper:
         self._next_verify = now + max(VERIFY_SECONDS, 20 * (now - begin))
 
     def _exchange_with_peers(self) -> None:
-        if self._peers is None and self._partners.several:
+        """Other nodes connect here only where snapshots are copied to peers, and while a restore asks for it."""
+        wanted = self.settings.get("mode") == "peer" or (self.place.path / SERVE).exists()
+        if not wanted or not self._partners.several:
+            if self._peers is not None:
+                self._peers.close()
+                self._peers = None
+            return
+        if self._peers is None and time.monotonic() > self._next_listen:
             from holdfast.snapshot.peers import Peers
 
-            self._peers = Peers(self.place, self.journal)
+            self._next_listen = time.monotonic() + LISTEN_SECONDS
+            try:
+                self._peers = Peers(self.place, self.journal)
+            except (HoldfastError, OSError) as error:
+                print(f"no connection to the other nodes: {error}; trying again", flush=True)
         if self._peers is not None:
             self._peers.round(self.settings)
 

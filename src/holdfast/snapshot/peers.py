@@ -3,35 +3,36 @@
 Nodes form disjoint pairs (the last three a ring where they are odd), so losing two of many nodes rarely loses both copies. The
 invariants: all nodes copy the same step, which their ranks choose, and keep their own of it until all have copied a newer one, so
 that what a lost node leaves is of one step; a copy is READY only when all of it has come and its row sums verify; a chunk that
-arrives damaged is sent again; a broken connection is resumed where it broke; who does not know the run's secret gets nothing.
+arrives damaged is sent again; a broken connection is resumed where it broke; peers that do not have the run's key are
+rejected (`channel`), and connections that say nothing take up a few places for some seconds.
 """
 
+import contextlib
 import hashlib
-import hmac
 import os
-import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 import xxhash
 
 from holdfast.checkpoint.layout import PAGE
 from holdfast.errors import HoldfastError
 from holdfast.journal import Journal
 from holdfast.snapshot.arena import NOTHING, PEER, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
+from holdfast.snapshot.channel import TIMEOUT, Channel, run_identity
 from holdfast.snapshot.persisting import Held, common_steps, held_at, newest_generation
 from holdfast.snapshot.place import Place, open_arenas, read_json, write_json
 
 CHUNK = 16 << 20
 PULLED = "pulled-"
-TIMEOUT = 30.0
 BYTES_PER_SECOND = 1e9
+CONNECTIONS = 64
+"""at a time; further ones are closed at once, and a peer tries again"""
 
 
 def peer_of(nodes: list[str], node: str) -> str | None:
@@ -46,47 +47,6 @@ def peer_of(nodes: list[str], node: str) -> str | None:
     return order[index ^ 1]
 
 
-class Line:
-    """A connection: JSON messages and raw bytes. Both ends prove that they know the run's secret."""
-
-    def __init__(self, connection: socket.socket, secret: bytes, server: bool) -> None:
-        self._socket = connection
-        connection.settimeout(TIMEOUT)
-        nonce = secrets.token_bytes(16)
-        connection.sendall(nonce)
-        other = self._exactly(16)
-        role, opposite = (b"server", b"client") if server else (b"client", b"server")
-        connection.sendall(hmac.digest(secret, role + other, "sha256"))
-        if not hmac.compare_digest(self._exactly(32), hmac.digest(secret, opposite + nonce, "sha256")):
-            raise HoldfastError("a peer does not know the secret of this run")
-
-    def send(self, message: Any) -> None:
-        content = orjson.dumps(message)
-        self._socket.sendall(struct.pack("<I", len(content)) + content)
-
-    def receive(self) -> Any:
-        (length,) = struct.unpack("<I", self._exactly(4))
-        if length > 1 << 20:
-            raise HoldfastError("a peer sent a message that is too long")
-        return orjson.loads(self._exactly(length))
-
-    def send_bytes(self, content: memoryview) -> None:
-        self._socket.sendall(content)
-
-    def receive_into(self, target: memoryview) -> None:
-        done = 0
-        while done < len(target):
-            count = self._socket.recv_into(target[done:])
-            if not count:
-                raise ConnectionError("the peer has gone")
-            done += count
-
-    def _exactly(self, count: int) -> bytes:
-        content = bytearray(count)
-        self.receive_into(memoryview(content))
-        return bytes(content)
-
-
 def keepers_folder(place: Place) -> Path:
     return place.folder / "keepers"
 
@@ -95,25 +55,8 @@ def node_file(place: Place, node: str) -> Path:
     return keepers_folder(place) / f"{hashlib.sha256(node.encode()).hexdigest()[:16]}.json"
 
 
-def run_secret(place: Place) -> bytes:
-    """The run's secret, in the run folder, readable by its owner; made by whoever comes first."""
-    folder = keepers_folder(place)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "secret"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        deadline = time.monotonic() + 5
-        while len(content := path.read_bytes()) < 32 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return content
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(32))
-    return path.read_bytes()
-
-
-def call(place: Place, node: str, patience: float = 0.0) -> Line:
-    """A line to the keeper of a node. `patience`: it may be just starting, and what is known of it be its predecessor's."""
+def call(place: Place, node: str, patience: float = 0.0) -> Channel:
+    """A channel to the keeper of a node. `patience`: it may be just starting, and what is known of it be its predecessor's."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -121,7 +64,7 @@ def call(place: Place, node: str, patience: float = 0.0) -> Line:
             if record is None:
                 raise ConnectionError(f"no keeper is known on {node}")
             connection = socket.create_connection((record["address"], record["port"]), timeout=TIMEOUT)
-            return Line(connection, run_secret(place), server=False)
+            return Channel(connection, run_identity(keepers_folder(place)), server=False)
         except OSError:
             if time.monotonic() > deadline:
                 raise
@@ -133,28 +76,28 @@ def pull(place: Place, node: str, file: str, slot: int) -> Path:
     path = (
         place.path / f"{PULLED}{os.getpid()}-{hashlib.sha256(f'{node}/{file}/{slot}'.encode()).hexdigest()[:16]}.arena"
     )
-    line = call(place, node, patience=TIMEOUT)
-    line.send({"do": "get", "file": file, "slot": slot})
-    answer = line.receive()
-    if answer.get("trouble"):
-        raise HoldfastError(f"{node} cannot send {file}: {answer['trouble']}")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    arena = _create_like(temporary, answer)
-    try:
-        target = arena.slot(slot)
-        region = memoryview(target.map)
-        for begin in range(PAGE, len(region), CHUNK):
-            part = region[begin : begin + CHUNK]
-            line.receive_into(part)
-            if line.receive()["hash"] != xxhash.xxh3_64_hexdigest(part):
-                raise HoldfastError(f"{file} arrived damaged from {node}")
-        header = SlotHeader(**answer["header"])
-        target.store(header)
-        target.verify(header)
-        os.rename(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        arena.close()
+    with call(place, node, patience=TIMEOUT) as channel:
+        channel.send({"do": "get", "file": file, "slot": slot})
+        answer = channel.receive()
+        if answer.get("trouble"):
+            raise HoldfastError(f"{node} cannot send {file}: {answer['trouble']}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        arena = _create_like(temporary, answer)
+        try:
+            target = arena.slot(slot)
+            region = memoryview(target.map)
+            for begin in range(PAGE, len(region), CHUNK):
+                part = region[begin : begin + CHUNK]
+                channel.receive_into(part)
+                if channel.receive()["hash"] != xxhash.xxh3_64_hexdigest(part):
+                    raise HoldfastError(f"{file} arrived damaged from {node}")
+            header = SlotHeader(**answer["header"])
+            target.store(header)
+            target.verify(header)
+            os.rename(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            arena.close()
     return path
 
 
@@ -182,13 +125,15 @@ class Peers:
 
     def __init__(self, place: Place, journal: Journal) -> None:
         self._place, self._journal = place, journal
-        self._secret = run_secret(place)
+        self._identity = run_identity(keepers_folder(place))
+        self._connections = threading.BoundedSemaphore(CONNECTIONS)
         self._shipped: list[SlotHeader] = []
         self._shipping: threading.Thread | None = None
         self._partial: dict[tuple[str, int], set[int]] = {}
         self._lock = threading.Lock()
-        self._listener = socket.create_server((_address(place)[1], 0))
-        record = {"node": place.node, "address": _address(place)[0], "port": self._listener.getsockname()[1]}
+        address = own_address(place)
+        self._listener = socket.create_server((address, 0))
+        record = {"node": place.node, "address": address, "port": self._listener.getsockname()[1]}
         write_json(node_file(place, place.node), record)
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -231,25 +176,28 @@ class Peers:
             for arena in arenas:
                 arena.close()
 
-    def _ship(self, peer: str, held: Any, rate: float) -> None:
-        line = call(self._place, peer)
-        line.send({"do": "put", "node": self._place.node, **_facts(held.arena), "header": held.header.__dict__})
+    def _ship(self, peer: str, held: Held, rate: float) -> None:
+        with call(self._place, peer) as channel:
+            self._send_slot(channel, held, rate)
+
+    def _send_slot(self, channel: Channel, held: Held, rate: float) -> None:
+        channel.send({"do": "put", "node": self._place.node, **_facts(held.arena), "header": held.header.__dict__})
         region = memoryview(held.slot.map)
         chunks = list(range(PAGE, len(region), CHUNK))
-        have = set(line.receive()["have"])
+        have = set(channel.receive()["have"])
         waiting = [begin for begin in chunks if begin not in have]
         begin_time, sent = time.monotonic(), 0
         while waiting:
             begin = waiting.pop(0)
             part = region[begin : begin + CHUNK]
-            line.send({"chunk": begin, "length": len(part), "hash": xxhash.xxh3_64_hexdigest(part)})
-            line.send_bytes(part)
+            channel.send({"chunk": begin, "length": len(part), "hash": xxhash.xxh3_64_hexdigest(part)})
+            channel.send_bytes(part)
             sent += len(part)
-            if not line.receive()["good"]:
+            if not channel.receive()["good"]:
                 waiting.insert(0, begin)
             time.sleep(max(0.0, sent / rate - (time.monotonic() - begin_time)))
-        line.send({"done": True})
-        if trouble := line.receive().get("trouble"):
+        channel.send({"done": True})
+        if trouble := channel.receive().get("trouble"):
             raise HoldfastError(trouble)
 
     def _serve(self) -> None:
@@ -258,39 +206,45 @@ class Peers:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            if not self._connections.acquire(blocking=False):
+                connection.close()
+                continue
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         try:
-            line = Line(connection, self._secret, server=True)
-            request = line.receive()
-            deeds: dict[str, Callable[[Line, dict[str, Any]], None]] = {"get": self._give, "put": self._take}
-            deeds[request["do"]](line, request)
+            with Channel(connection, self._identity, server=True) as channel:
+                request = channel.receive()
+                requests = {"get": self._send_held, "put": self._receive_slot}
+                requests[request["do"]](channel, request)
         except (OSError, HoldfastError, struct.error, KeyError, TypeError, ValueError) as error:
             print(f"a peer's request failed: {error}", flush=True)
         finally:
-            connection.close()
+            self._connections.release()
 
-    def _give(self, line: Line, request: dict[str, Any]) -> None:
-        name = Path(request["file"]).name
+    def _send_held(self, channel: Channel, request: dict[str, Any]) -> None:
         try:
-            arena = Arena(self._place.path / name)
-        except (FileNotFoundError, DamagedError) as error:
-            line.send({"trouble": str(error)})
+            arena = Arena(self._place.path / Path(request["file"]).name)
+        except (OSError, DamagedError) as error:
+            channel.send({"trouble": str(error)})
             return
-        slot = arena.slot(int(request["slot"]))
+        with contextlib.closing(arena):
+            self._send_arena(channel, arena, int(request["slot"]))
+
+    def _send_arena(self, channel: Channel, arena: Arena, index: int) -> None:
+        slot = arena.slot(index)
         header = slot.header()
         if header.state != READY or arena.run != self._place.key:
-            line.send({"trouble": "the slot is empty"})
+            channel.send({"trouble": "the slot is empty"})
             return
-        line.send({**_facts(arena), "header": header.__dict__})
+        channel.send({**_facts(arena), "header": header.__dict__})
         region = memoryview(slot.map)
         for begin in range(PAGE, len(region), CHUNK):
             part = region[begin : begin + CHUNK]
-            line.send_bytes(part)
-            line.send({"hash": xxhash.xxh3_64_hexdigest(part)})
+            channel.send_bytes(part)
+            channel.send({"hash": xxhash.xxh3_64_hexdigest(part)})
 
-    def _take(self, line: Line, request: dict[str, Any]) -> None:
+    def _receive_slot(self, channel: Channel, request: dict[str, Any]) -> None:
         """Receives one rank's snapshot into a copy of its arena here."""
         if request["run"] != self._place.key:
             raise HoldfastError("a peer offers the memory of another run")
@@ -310,25 +264,25 @@ class Peers:
         self._partial = {k: v for k, v in self._partial.items() if k[0] != path.name}
         self._partial[key] = have
         slot.store(SlotHeader(WRITING, header.sequence, header.step, 0, 0, 0, 0, time.time()))
-        line.send({"have": sorted(have)})
+        channel.send({"have": sorted(have)})
         region = memoryview(slot.map)
-        while not (message := line.receive()).get("done"):
+        while not (message := channel.receive()).get("done"):
             begin, length = int(message["chunk"]), int(message["length"])
             part = region[begin : begin + length]
             if begin < PAGE or len(part) != length:
                 raise HoldfastError("a peer sent a chunk that does not fit")
-            line.receive_into(part)
+            channel.receive_into(part)
             good = xxhash.xxh3_64_hexdigest(part) == message["hash"]
             if good:
                 have.add(begin)
-            line.send({"good": good})
+            channel.send({"good": good})
         try:
             slot.verify(header)
             slot.store(header)
-            line.send({"committed": header.step})
+            channel.send({"committed": header.step})
         except HoldfastError as error:
             slot.store(NOTHING)
-            line.send({"trouble": str(error)})
+            channel.send({"trouble": str(error)})
         self._partial.pop(key, None)
         arena.close()
 
@@ -351,10 +305,17 @@ def _chosen(arenas: Sequence[Arena]) -> list[Held]:
     return []
 
 
-def _address(place: Place) -> tuple[str, str]:
-    """(where others reach us, where we listen): loopback for nodes that are folders of one machine."""
+def own_address(place: Place) -> str:
+    """The address of this node that the other nodes reach: the one from which it would send to them."""
     settings = read_json(place.path / "settings.json") or {}
     hosts = {node.partition(":")[0] for node in settings.get("nodes", [])}
-    if len(hosts) == 1:
-        return "127.0.0.1", "127.0.0.1"
-    return socket.gethostbyname(socket.gethostname()), ""
+    others = sorted(hosts - {socket.gethostname()})
+    if not others:
+        return "127.0.0.1"  # nodes that are folders of one machine
+    for other in others:
+        with contextlib.suppress(OSError):
+            family, kind, protocol, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    raise HoldfastError(f"the other nodes of the run cannot be found by name: {', '.join(others)}")

@@ -40,6 +40,8 @@ from holdfast.snapshot.desk import Desk
 MEMORY = "/dev/shm"
 STALE_SECONDS = 24 * 3600.0
 LOCK_SECONDS = 60.0
+SERVE = "serve"
+"""a file in the run's memory: other nodes restore from what this one holds"""
 ARENA_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 PEER_FILE = re.compile(r"peer-(?P<node>.+)-rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 

@@ -30,7 +30,7 @@ from holdfast.progress import say
 from holdfast.snapshot.arena import READY, Arena, DamagedError, Slot, forget
 from holdfast.snapshot.nan_guard import NEAR
 from holdfast.snapshot.peers import PULLED, pull
-from holdfast.snapshot.place import Place, open_arenas
+from holdfast.snapshot.place import SERVE, Place, open_arenas
 from holdfast.snapshot.smallstate import set_random_state
 from holdfast.snapshot.starting import start_keeper
 
@@ -218,6 +218,10 @@ def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Se
     source = Tensors(f"the snapshot of step {step}", {})
     small: dict[int, dict[str, Any]] = {}
     trouble: Exception | None = None
+    nodes = set(team.nodes)
+    pulls = any(not nodes <= {copy.node for copy in good[rank]} for rank in ranks)
+    if pulls and team.first_here:
+        (place.path / SERVE).touch(mode=0o600)
     try:
         opened.register_ahead(good.get(team.rank, ()))
         small = {rank: opened.add(source, good[rank]) for rank in ranks}
@@ -226,6 +230,8 @@ def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Se
     except (HoldfastError, OSError, struct.error) as error:
         trouble = error
     troubles = [message for message in team.gather(str(trouble) if trouble else None) if message]
+    if pulls and team.first_here:
+        (place.path / SERVE).unlink(missing_ok=True)
     if troubles:  # a peer that does not answer, say: an older state is better than none
         say(f"the snapshot of step {step} in memory cannot be used; trying the next one: {troubles[0]}")
         snapshots.event("snapshot", step=step, outcome="rejected", reason=troubles[0][:1000])
