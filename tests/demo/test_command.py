@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from holdfast.demo.folder import MARKER, WRITTEN
 from holdfast.journal import read_journal
 
 CODE = """
@@ -31,6 +32,7 @@ def test_the_demo_kills_a_rank_resumes_from_memory_and_generates(tmp_path):
         assert said in done.stderr, done.stderr
     result = json.loads(done.stdout)
     assert result["text"].startswith("def main(") and result["resumed"]["source"] == "memory"
+    assert {path.name for path in (tmp_path / "demo").iterdir()} <= {MARKER, *WRITTEN}
     losses = [
         record["validation_loss"]
         for record in read_journal(tmp_path / "demo" / "undisturbed" / "metrics.jsonl")
