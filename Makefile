@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 # Most tests wait for processes, so there are more workers than cores. A worker that crashes fails its test and is not
 # replaced: the replacement would run the same test again.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo test test-all check format clean
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -54,15 +55,20 @@ def _end_hard(status: int) -> None:
     os._exit(status)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A parallel worker takes one file at a time, so that module fixtures are made once; one worker takes all tests of the
-    Slurm cluster. Those wait most, so they come first."""
-    for item in items:
-        file = f"{item.path.parent.name}.{item.path.stem}"
-        item.add_marker(pytest.mark.xdist_group("slurm" if _needs_slurm(item) else file))
-    items.sort(key=lambda item: not _needs_slurm(item))
+    """The tests of the Slurm cluster wait most, so they come first."""
+    items.sort(key=lambda item: "cluster" not in getattr(item, "fixturenames", ()))
 
 
-def _needs_slurm(item: pytest.Item) -> bool:
-    return "cluster" in getattr(item, "fixturenames", ())
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A parallel worker takes one file at a time, so that module fixtures are made once; one worker takes all of tests/launch,
+    whose files share one Slurm cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "launch" if "/launch/" in file else file
+
+    return ByFile(config, log)
