@@ -2,14 +2,17 @@
 
 import pytest
 
+from holdfast.checkpoint.folder import checkpoints_in
+
 from .harness import Fault, run_to_the_end
 
 pytestmark = pytest.mark.distributed
 
 
-def test_an_undisturbed_run_leaves_nothing_behind(run, check):
+def test_an_undisturbed_run_leaves_its_last_step_on_disk_and_nothing_in_memory(run, check):
     assert check(run) == 0
-    assert [e["event"] for e in run.events()] == ["started", "finished"]
+    assert sorted(e["event"] for e in run.events()) == ["finished", "persisted", "started"]
+    assert [step for step, _ in checkpoints_in(run.folder)] == [run.steps]
 
 
 @pytest.mark.parametrize("point", ["forward", "backward", "committed", "stepped", "taken"])
