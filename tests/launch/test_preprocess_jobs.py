@@ -104,7 +104,7 @@ def test_an_array_over_four_nodes_with_a_task_killed_equals_one_machine(
     ("flags", "code", "reason"),
     [
         (["--input", "/nowhere.jsonl"], 1, "there is no such file"),
-        (["--input", "-"], 2, "standard input cannot be shared out"),
+        (["--input", "-"], 2, "cannot read standard input"),
         (["--partition-index", "3"], 2, "a launch makes all of them"),
         (["--partition", "gpu"], 1, "(there are: main, short)"),
         (["--appendeod"], 2, "--appendeod"),
