@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.snapshot.arena import EMPTY, READY, Arena
 
-from .harness import context, wait_for
+from .harness import abandon, context, wait_for
 
 TENSORS, ELEMENTS = 6, 40_000
 
@@ -110,8 +110,7 @@ def test_buffers_that_the_forward_pass_changes_are_held_as_they_were(tmp_path, m
     snapshots.commit()
     assert snapshots.skipped == 0
     assert not torch.equal(held["1.running_mean"], model[1].running_mean)
-    snapshots._holder.close()
-    snapshots.desk["status"] = 0
+    abandon(snapshots)
     again = Snapshots("a", model, folder=tmp_path, memory=memory)
     assert again.restore() == 4
     assert all(torch.equal(buffer, held[name]) for name, buffer in model.named_buffers())

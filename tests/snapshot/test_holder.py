@@ -15,7 +15,7 @@ from holdfast.snapshot.arena import NOTHING, READY, Arena, SlotHeader
 from holdfast.snapshot.holder import slots_to_use
 from tests.gloo import spawn_ranks
 
-from .harness import memory_folder
+from .harness import abandon, memory_folder
 
 
 def test_too_little_memory_is_refused_with_the_size_to_give(tmp_path, memory):
@@ -81,8 +81,7 @@ def test_a_replaced_optimizer_state_is_noticed(tmp_path, memory, replace):
     first.restore()
     train(first, 5)
     wanted = [state[key].clone() for state in optimizer.state.values() for key in sorted(state)]
-    first._holder.close()
-    first.desk["status"] = 0
+    abandon(first)
     fresh = torch.optim.Adam(model.parameters())
     second = Snapshots("a", model, fresh, folder=tmp_path, memory=memory)
     assert second.restore() == 5
@@ -105,8 +104,7 @@ def test_a_replaced_buffer_is_noticed(tmp_path, memory):
         first.take(step)
     first.commit()
     wanted = model.mean.clone()
-    first._holder.close()
-    first.desk["status"] = 0
+    abandon(first)
     model.mean = torch.zeros(5)
     second = Snapshots("a", model, folder=tmp_path, memory=memory)
     assert second.restore() == 4
@@ -129,16 +127,14 @@ def test_a_step_that_is_taken_again_does_not_stop_the_snapshots_that_follow(tmp_
     first = Snapshots("a", model, folder=tmp_path, memory=memory)
     first.restore()
     take(first, 1, 2, 2, 2, 3, 4)
-    first._holder.close()
-    first.desk["status"] = 0
+    abandon(first)
     second = Snapshots("a", model, folder=tmp_path, memory=memory)
     assert second.restore() == 4
     # the step that it resumed from, and a save of it at once
     second.save(4)
     take(second, 4, 4, 5, 6)
     assert (first.skipped, second.skipped) == (0, 0)
-    second._holder.close()
-    second.desk["status"] = 0
+    abandon(second)
     with torch.no_grad():
         model.weight.fill_(-1)
     third = Snapshots("a", model, folder=tmp_path, memory=memory)
@@ -166,8 +162,7 @@ def test_a_small_state_that_grows_gets_room_and_nothing_held_is_lost(tmp_path, m
         assert step == 1 or max(held) >= step - 2
     first.commit()
     assert first.skipped in (1, 2), "one for each time that it outgrew its room, which is four times as large then"
-    first._holder.close()
-    first.desk["status"] = 0
+    abandon(first)
     history.clear()
     second = snapshots()
     assert second.restore() == 12
@@ -187,6 +182,7 @@ def _grow_at_a_rate_of_its_own(folder, memory):
     assert snapshots.restore() == 0
     for step in range(1, 13):
         history.extend([0.5] * 10_000 * (rank + 1))
+        dist.barrier()
         snapshots.commit()
         snapshots.take(step)
     snapshots.save(12)
@@ -198,7 +194,7 @@ def _grow_at_a_rate_of_its_own(folder, memory):
 @pytest.mark.distributed
 def test_ranks_whose_small_states_grow_apart_do_not_wait_for_each_other(tmp_path, memory):
     skipped = spawn_ranks(2, _grow_at_a_rate_of_its_own, tmp_path, memory, timeout=60)
-    assert all(0 < count < 3 for count in skipped)
+    assert all(0 < count < 3 for count in skipped), skipped
     assert [step for step, _ in checkpoints_in(tmp_path)] == [12]
 
 

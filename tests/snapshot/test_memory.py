@@ -25,7 +25,7 @@ from holdfast.snapshot.desk import Desk, desk_name
 from holdfast.snapshot.place import Place, keeper_alive, lock_keeper, remove_stale
 from tests.disks import small_disk
 
-from .harness import Run, keeper_process, launch, wait_for
+from .harness import Run, abandon, keeper_process, launch, wait_for
 
 
 def held_arena(folder: Path, elements: int = 5000) -> Arena:
@@ -61,6 +61,19 @@ def test_of_simultaneous_starts_exactly_one_trains(tmp_path, memory):
                 start.kill()
             for rank in ranks:
                 rank.join()
+
+
+def test_a_run_folder_shared_by_two_hosts_is_trained_by_one(tmp_path, memory):
+    """Each host has memory of its own: only the shared folder can tell."""
+    hosts = [memory / "host0", memory / "host1"]
+    for host in hosts:
+        host.mkdir()
+    first = Snapshots("shared", torch.nn.Linear(2, 2), folder=tmp_path, memory=hosts[0])
+    with pytest.raises(HoldfastError, match="is in use: process"):
+        Snapshots("shared", torch.nn.Linear(2, 2), folder=tmp_path, memory=hosts[1])
+    first.close()
+    second = Snapshots("shared", torch.nn.Linear(2, 2), folder=tmp_path, memory=hosts[1])
+    second.close()
 
 
 def test_a_start_during_the_keepers_clean_up_keeps_its_memory(tmp_path, memory):
@@ -132,8 +145,7 @@ def test_a_clock_that_goes_back_does_not_bring_back_an_older_state(tmp_path, mem
                 model.weight.fill_(step)
             snapshots.take(step)
         snapshots.commit()
-        snapshots._holder.close()
-        snapshots.desk["status"] = 0
+        abandon(snapshots)
 
     model = torch.nn.Linear(3, 3)
     first = Snapshots("clock", model, folder=tmp_path, memory=memory)
@@ -152,8 +164,7 @@ def test_a_clock_that_goes_back_does_not_bring_back_an_older_state(tmp_path, mem
     with pytest.raises(HoldfastError):
         third.restore()  # its state lacks the new buffer, and is not passed over in silence
     del model._buffers["late"]
-    third._holder.close()
-    third.desk["status"] = 0
+    abandon(third)
     fourth = Snapshots("clock", model, folder=tmp_path, memory=memory)
     assert fourth.restore() == 5
     model.register_buffer("late", torch.zeros(2))

@@ -18,7 +18,7 @@ from holdfast.snapshot import Snapshots
 from holdfast.snapshot.desk import Desk, desk_name
 from tests.gloo import spawn_ranks
 
-from .harness import wait_for
+from .harness import abandon, wait_for
 
 HIGH, LOW = -1, 0x0102030405060708
 
@@ -144,8 +144,7 @@ def _crash_apart(folder, memory):
         snapshots.take(step)
         time.sleep(0.0 if rank == 0 else 0.01)
     snapshots.commit()
-    snapshots._holder.close()
-    snapshots.desk["status"] = 0
+    abandon(snapshots)
     return None
 
 

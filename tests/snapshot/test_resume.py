@@ -17,7 +17,7 @@ from holdfast.snapshot.arena import Arena
 from holdfast.snapshot.nan_guard import NanGuard
 from tests.grids import mostly_slow
 
-from .harness import Fault, launch, nothing_left, run_to_the_end, wait_for
+from .harness import Fault, abandon, launch, nothing_left, run_to_the_end, wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -123,14 +123,8 @@ def held_run(folder, memory, steps=(1, 2), name="one", **parts):
             model.weight.fill_(step)
         snapshots.take(step)
     snapshots.commit()
-    leave(snapshots)
+    abandon(snapshots)
     return model
-
-
-def leave(snapshots):
-    """As a kill leaves it: no goodbye to the keeper."""
-    snapshots._holder.close()
-    snapshots.desk["status"] = 0
 
 
 def test_the_only_state_is_used_although_it_led_to_nan_twice(tmp_path, memory, capfd):
@@ -139,7 +133,7 @@ def test_the_only_state_is_used_although_it_led_to_nan_twice(tmp_path, memory, c
         again = Snapshots("one", torch.nn.Linear(3, 3), folder=tmp_path, memory=memory)
         assert again.restore() == 2
         again.report_nan()
-        leave(again)
+        abandon(again)
     last = Snapshots("one", model := torch.nn.Linear(3, 3), folder=tmp_path, memory=memory)
     assert last.restore() == 2
     assert model.weight.unique().tolist() == [2.0]
@@ -167,6 +161,7 @@ def test_damaged_memory_without_a_checkpoint_is_named_and_never_means_step_0(tmp
         again.restore()
     assert str(again.place.path) in str(refusal.value)
     assert path.name in capfd.readouterr().err
+    abandon(again)
     shutil.rmtree(again.place.path)
     fresh = Snapshots("one", torch.nn.Linear(3, 3), folder=tmp_path, memory=memory)
     assert fresh.restore() == 0
@@ -232,7 +227,7 @@ def test_optimizer_settings_come_back_exactly(tmp_path, memory, kind):
     first.take(1)
     first.commit()
     assert first.skipped == 0
-    leave(first)
+    abandon(first)
     model, fresh = build()
     second = Snapshots("exact", model, fresh, folder=tmp_path, memory=memory)
     assert second.restore() == 1

@@ -61,8 +61,8 @@ def test_a_killed_holder_is_succeeded_at_once_and_leaves_one_lease(tmp_path):
 
 
 def test_nodes_of_one_run_claim_their_own_number(tmp_path):
-    with claim_run(tmp_path, 0), claim_run(tmp_path, 1), pytest.raises(HoldfastError, match="is in use"):
-        claim_run(tmp_path, 1)
+    with claim_run(tmp_path, "node-0"), claim_run(tmp_path, "node-1"), pytest.raises(HoldfastError, match="is in use"):
+        claim_run(tmp_path, "node-1")
 
 
 def of_another_host(run: Path) -> Path:

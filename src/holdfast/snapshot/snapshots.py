@@ -45,10 +45,12 @@ from holdfast.snapshot.smallstate import Extra, random_state
 from holdfast.snapshot.starting import start_keeper
 from holdfast.snapshot.team import Heard, Team
 from holdfast.snapshot.wishes import SAVE, STOP, Wishes
+from holdfast.system.run_claim import RunClaim, claim_run
 
 KEEPER_CHECK_SECONDS = 2.0
 MOVE_IN_SECONDS = 10.0
 CLOSE_SECONDS, ANNOUNCE_SECONDS = 600.0, 5.0
+SLOW_COPY_SECONDS = 60.0
 LARGE_SMALL_STATE = 16 << 20
 SAVING, PLANNING = "save", "plan"
 
@@ -119,18 +121,23 @@ class Snapshots:
         """Claims this rank's desk, refuses if a living process owns it, and makes sure that the node has a keeper."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = PatientJournal(self.folder / "events.jsonl") if self.team.rank == 0 else None
+        self._run_claim: RunClaim | None = None
         # The first rank of a node claims before the others: of two starts at once one gets the node, whole.
         for first in (True, False):
             trouble = None
             try:
+                if first and self.team.rank == 0 and "HOLDFAST_SUPERVISED" not in os.environ:
+                    # The supervisor of `holdfast train` holds the run folder already, for ranks on any host.
+                    self._run_claim = claim_run(self.folder, "snapshots")
                 if self.team.first_here is first:
                     self._claim()
             except (HoldfastError, OSError) as error:
                 trouble = error
             try:
                 agree(trouble, self.team.group)
-            except HoldfastError as error:
+            except (HoldfastError, OSError) as error:
                 self.event("refused", reason=str(error))
+                self._give_up_claims()
                 raise
         if self.team.first_here:
             for wish in (STOP, SAVE):
@@ -162,6 +169,13 @@ class Snapshots:
                     f"{self.place.folder} --stop`, or choose another name"
                 )
             time.sleep(0.05)
+
+    def _give_up_claims(self) -> None:
+        """What this start claimed before another rank was refused."""
+        if self._run_claim is not None:
+            self._run_claim.release()
+        if hasattr(self, "desk") and self.desk["process"] == os.getpid():
+            self.desk["status"] = 0
 
     def _check_order(self) -> None:
         if self._copy is not None:
@@ -338,6 +352,8 @@ class Snapshots:
         self._holder.close()
         self.desk["status"] = STOPPED if stopped else FINISHED
         self.desk.beat(6)
+        if self._run_claim is not None:
+            self._run_claim.release()
         self._wishes.close()
         self.event("finished", step=self._step, stopped=stopped, reason=self._wishes.reason, skipped=self.skipped)
         if self._journal is not None:
@@ -379,7 +395,8 @@ class Snapshots:
         copy, self._copy = self._copy, None
         if copy is None:
             return
-        copy.done.wait()
+        while not copy.done.wait(SLOW_COPY_SECONDS):
+            say(f"still waiting for the snapshot of step {copy.step} to be copied; is the device or the memory stuck?")
         if copy.trouble:
             self._report("discarded", copy.step, copy.trouble)
         else:

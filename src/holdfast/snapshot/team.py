@@ -92,14 +92,14 @@ class Team:
     def _look_at_desks(self, ready: int) -> Heard:
         """Waits for the others, but for late ones only once: ranks that drift apart must not stop each other at every step."""
         deadline = time.monotonic() + self._patience
-        pause = 0.0
+        pause, in_time = 0.0, True
         while late := [desk for desk in self._desks.values() if ready not in desk.held()]:
-            gone = not all(desk.can_hold(ready) and desk.occupied() for desk in late)
-            if gone or time.monotonic() > deadline:
+            in_time = time.monotonic() <= deadline
+            if not in_time or not all(desk.can_hold(ready) and desk.occupied() for desk in late):
                 break
             time.sleep(pause)
             pause = min(0.002, pause + 0.0001)
-        self._patience = 0.0 if late else GATE_SECONDS
+        self._patience = GATE_SECONDS if in_time else 0.0
         common = max(set.intersection(*(desk.held() for desk in self._desks.values())), default=None)
         if common is not None and common >= ready:
             return Heard(common)

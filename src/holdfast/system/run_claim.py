@@ -1,6 +1,7 @@
 """The claim of a run folder: one process per node of a run owns it, from before the first write until its end.
 
     RUN/.claim/node-0/.lease-000003       host, boot id, pid, start time of the process that owns node 0 of the run
+    RUN/.claim/snapshots/.lease-000001    the same of the rank 0 that takes snapshots in a training loop of the user's own
 
 Every process that writes into a run folder claims it first; node 0 owns config.toml. The claim is a lease (`leases`), so
 exactly one of several simultaneous starts wins, on one host or over a shared file system. It ends when it is released, when
@@ -62,10 +63,10 @@ class RunClaim:
                 os.utime(self._held.lease.file_in(self._held.folder))
 
 
-def claim_run(run: Path | str, node: int = 0) -> RunClaim:
-    """Claims node `node` of the run; a HoldfastError names the live process that holds it."""
+def claim_run(run: Path | str, part: str = "node-0") -> RunClaim:
+    """Claims a part of the run (`node-N`, `snapshots`); a HoldfastError names the live process that holds it."""
     run = Path(run)
-    folder = run / FOLDER / f"node-{node}"
+    folder = run / FOLDER / part
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = _win(folder, run)

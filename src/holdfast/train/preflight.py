@@ -158,7 +158,7 @@ def open_run_folder(config: Config) -> Iterator[Config]:
         return
     folder, node = Path(config.train.save), config.parallel.node_rank
     check_run_folder(config)
-    with claim_run(folder, node):
+    with claim_run(folder, f"node-{node}"):
         check_run_folder(config)  # again: another start may have written it before the claim was won
         refuse_live_ranks(folder, config.snapshot.snapshot_dir)
         config = carry_identity(folder.absolute(), config)
