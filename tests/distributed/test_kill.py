@@ -105,6 +105,7 @@ def test_a_killed_rank_costs_at_most_one_step_and_changes_nothing(prefix, undist
     assert [event["source"] for event in resumed] == ["memory"] and resumed[0]["steps_lost"] <= 1, events
     assert_same_state(final_state(save), undisturbed)
     assert ranks_of(save) == []
+    assert {record["iteration"] for record in read_journal(save / "metrics.jsonl")} == set(range(1, 61))
     notes = [line for line in said.splitlines() if "] iteration " not in line]
     assert "gloo" not in said and len(notes) <= 14, notes
 

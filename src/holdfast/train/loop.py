@@ -82,16 +82,9 @@ class _Run:
         saved = progress.step
         while progress.step < self.iterations and not self.stop_agreed:
             self.one_step()
-            if (
-                config.train.eval_interval
-                and config.train.eval_iters
-                and progress.step % config.train.eval_interval == 0
-            ):
-                self.evaluate()
             if config.train.save_interval and progress.step % config.train.save_interval == 0:
                 self.holding.save()
                 saved = progress.step
-        self.report_pending()
         if saved != progress.step:
             self.holding.save()
         self.holding.close()
@@ -113,7 +106,6 @@ class _Run:
         sums[0] /= scale
         arriving = Arriving(sums)
         self.update_weights(sums[0], scale, lr)
-        self.report_pending()  # while the device is at work
         sums = arriving.wait()
         overflow = not math.isfinite(sums[0])
         if self.loss_scale:
@@ -132,7 +124,15 @@ class _Run:
             scale if self.loss_scale else None,
             time.perf_counter(),
         )
+        if self._evaluation_is_due():
+            self.evaluate()
+        # While the device changes the weights; before the snapshot, so that a run never continues from a step without a record.
+        self.report_pending()
         self.stop_agreed = self.holding.take()
+
+    def _evaluation_is_due(self) -> bool:
+        train = self.config.train
+        return bool(train.eval_interval and train.eval_iters) and self.progress.step % train.eval_interval == 0
 
     def update_weights(self, norm: Tensor, scale: float, lr: float) -> None:
         """Clips and steps, or leaves everything as it is because the gradient is not finite."""
