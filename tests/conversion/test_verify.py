@@ -6,12 +6,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast import convert
-from holdfast.conversion.budget import Budget
 from holdfast.conversion.converting import Options, run_conversion
-from holdfast.conversion.forward import huggingface_forward, megatron_forward
-from holdfast.conversion.huggingface_read import read_json, read_weights
 from holdfast.conversion.sources import read_model
+from holdfast.conversion.stream import Plan
+from holdfast.conversion.tensors import beside
 from holdfast.conversion.verify import verify_conversion
+from holdfast.conversion.verify_sides import open_side
 from holdfast.errors import HoldfastError
 
 from .holdfast_runs import GPT2_TINY, LLAMA_TINY, build_gpt, write_run
@@ -25,21 +25,23 @@ def test_both_forwards_equal_transformers(tmp_path, kind):
     model = build(kind)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(tmp_path)
-    wide = (load_wide_bert if "bert" in kind else load_wide)(tmp_path)
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    wide = (load_wide_bert if "bert" in kind else load_wide)(source)
     ids = np.random.default_rng(1).integers(0, 300, 20)
     with torch.no_grad():
         theirs = wide(torch.tensor(ids)[None])
     wanted = {"logits": theirs.prediction_logits if "bert" in kind else theirs.logits}
     if "bert" in kind:
         wanted["sentence"] = theirs.seq_relationship_logits
-    source = read_model(tmp_path)
-    for ours in (
-        megatron_forward(source.architecture, source.tensors, ids),
-        huggingface_forward(read_json(tmp_path / "config.json"), read_weights(tmp_path, Budget())[0], ids),
-    ):
+    folders = [source, convert(source, tmp_path / "own", to="holdfast")]
+    if kind != "bert":  # Megatron has no BERT with the norms after each block
+        split = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "megatron_names": "legacy"}
+        folders.append(convert(source, tmp_path / "megatron", to="megatron", **split))
+    for folder in folders:
+        ours = open_side(folder).run(ids, wanted["logits"].shape[-1], None)
         for name, values in wanted.items():
-            assert np.abs(ours[name] - values.numpy()[0]).max() < 1e-12, name
+            assert np.abs(ours[name] - values.numpy()[0]).max() < 1e-12, (folder.name, name)
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "holdfast"])
@@ -69,14 +71,14 @@ def test_a_wrong_target_is_noticed(tmp_path):
     from dataclasses import replace
 
     model = replace(model, architecture=replace(model.architecture, true_vocab_size=spec.vocab))
-    verify_conversion(model, folder, "hf", {})
+    verify_conversion(source, model, folder, Plan([]), {})
     weights = load_file(folder / "model.safetensors")
     weights["transformer.h.1.ln_1.bias"][2] += 0.5
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(HoldfastError, match=r"decoder.layers.1.input_layernorm.bias differs"):
-        verify_conversion(model, folder, "hf", {})
+        verify_conversion(source, model, folder, Plan([]), {})
     with pytest.raises(HoldfastError, match="holds other bits of"):
-        verify_conversion(model, folder, "hf", {"model.safetensors": {"transformer.ln_f.bias": "0" * 64}})
+        verify_conversion(source, model, folder, Plan([]), {"model.safetensors": {"transformer.ln_f.bias": "0" * 64}})
 
 
 def test_a_wrong_function_is_noticed_by_the_logits(tmp_path):
@@ -94,4 +96,115 @@ def test_a_wrong_function_is_noticed_by_the_logits(tmp_path):
         assert changed != text
         (folder / "config.json").write_text(changed)
         with pytest.raises(HoldfastError, match="verification failed"):
-            verify_conversion(read_model(source), folder, "hf", {})
+            verify_conversion(source, read_model(source), folder, Plan([]), {})
+
+
+def planted(name):
+    """A mistake in the reader or in the renaming that changes the bits of source and target alike."""
+    from holdfast.conversion import huggingface_names, megatron_read, torch_dist
+    from holdfast.conversion.tensors import stacked
+
+    split_gate, split_qkv, architecture = (
+        megatron_read.split_gate, huggingface_names.split_qkv, megatron_read.architecture_from_args,
+    )  # fmt: skip
+
+    def swapped_gate(base, shards):
+        gate, up = split_gate(base, shards).items()
+        return {gate[0]: up[1], up[0]: gate[1]}
+
+    def interleaved(self, tensor):
+        """Rotary halves taken for neighbours: [2, D/2] rows read as [D/2, 2]."""
+        heads = self.args["num_attention_heads"] + 2 * (self.args.get("num_query_groups") or 0)
+        local, width = heads // self.width, tensor.shape[0] // (heads // self.width)
+        return tensor.reordered((local, 2, width // 2), (0, 2, 1))
+
+    def shifted(tensor, arch):
+        return split_qkv(stacked([tensor.rows(1, tensor.shape[0]), tensor.rows(0, 1)]), arch)
+
+    def other_epsilon(*arguments):
+        from dataclasses import replace
+
+        return replace(architecture(*arguments), norm_epsilon=0.1)
+
+    return {
+        "gate and up swapped": [(megatron_read, "split_gate", swapped_gate), (torch_dist, "split_gate", swapped_gate)],
+        "versions confused": [
+            (
+                megatron_read._Layouts,
+                "qkv",
+                lambda self, tensor: tensor.reordered((3, tensor.shape[0] // 3, 1), (1, 0, 2)),
+            )
+        ],
+        "rotary halves interleaved": [(megatron_read._Layouts, "qkv", interleaved)],
+        "rows shifted": [(huggingface_names, "split_qkv", shifted)],
+        "ranks in the wrong order": [(megatron_read, "beside", lambda shards: beside(shards[::-1]))],
+        "another epsilon": [(megatron_read, "architecture_from_args", other_epsilon)],
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("bug", "family", "dtype"),
+    [
+        ("gate and up swapped", "llama", None),
+        ("versions confused", "gpt", None),
+        ("versions confused", "gpt", "bfloat16"),
+        ("rotary halves interleaved", "llama", "bfloat16"),
+        ("rows shifted", "gpt", "float32"),
+        ("ranks in the wrong order", "bert", None),
+        ("another epsilon", "gpt", "float16"),
+        ("another epsilon", "bert fused", None),
+    ],
+)
+def test_a_mistake_of_the_reader_is_noticed(tmp_path, monkeypatch, bug, family, dtype):
+    llama, bert = family == "llama", "bert" in family
+    spec = Spec(swiglu=True, groups=2) if llama else Spec(family="bert" if bert else "gpt", dtype=torch.float32)
+    args = {"bias_gelu_fusion": True, "openai_gelu": False} if "fused" in family else {}
+    names, truth = "mcore" if llama else "legacy", make_truth(spec, spec.padded(2))
+    source = write_megatron(tmp_path / "m", spec, truth, 3.0, 2, 1, 1, names, orig_vocab_size=spec.vocab, **args)
+    options = Options(verify=True, dtype=dtype)
+    report = run_conversion(source, tmp_path / "right", "hf", options)
+    assert report.verification["largest_difference"] < 1e-12
+    assert report.verification["exact"] is (dtype in (None, "float32") and "fused" not in family)
+    for target, name, wrong in planted(bug):
+        monkeypatch.setattr(target, name, wrong)
+    with pytest.raises(HoldfastError, match="verification failed"):
+        run_conversion(source, tmp_path / "wrong", "hf", options)
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0])
+def test_every_version_verifies_with_its_own_row_order(tmp_path, version):
+    spec = Spec()
+    source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(2)), version, 2, 1, orig_vocab_size=101)
+    report = run_conversion(source, tmp_path / "hf", "hf", Options(verify=True))
+    assert report.verification["exact"] and report.verification["largest_difference"] < 1e-12
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_damaged_configuration_fails_whatever_was_announced(tmp_path, to):
+    """Another element type and BERT's fused GELU change the logits; a wrong epsilon behind them is noticed all the same."""
+    spec = Spec(family="bert", dtype=torch.float32)
+    args = {"bias_gelu_fusion": True, "openai_gelu": False, "orig_vocab_size": spec.vocab}
+    source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), 3.0, **args)
+    folder = convert(source, tmp_path / "out", to=to, dtype="float16")
+    found = verify_conversion(source, read_model(source), folder, Plan([]), {})
+    assert not found["exact"] and found["largest_difference"] < 1e-12 < found["announced_difference"] < 1e-1
+    if to == "hf":
+        text = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(text.replace('"layer_norm_eps": 1e-05', '"layer_norm_eps": 0.1'))
+    else:
+        path = folder / "release/mp_rank_00/model_optim_rng.pt"
+        state = torch.load(path, weights_only=False)
+        state["args"].norm_epsilon = state["args"].layernorm_epsilon = 0.1
+        torch.save(state, path)
+    with pytest.raises(HoldfastError, match="verification failed"):
+        verify_conversion(source, read_model(source), folder, Plan([]), {})
+
+
+def test_generation_files_are_checked(tmp_path):
+    spec = Spec()
+    source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), 3.0, orig_vocab_size=spec.vocab)
+    folder = convert(source, tmp_path / "hf")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 4000]}')
+    with pytest.raises(HoldfastError, match="eos_token_id 4000, outside the vocabulary"):
+        verify_conversion(source, read_model(source), folder, Plan([]), {})

@@ -47,7 +47,7 @@ def is_holdfast(path: Path) -> bool:
 
 def read_holdfast(path: Path) -> Model:
     checkpoint = open_checkpoint(path, untrusted=True)
-    config = _config_of(path, checkpoint)
+    config = config_of(path, checkpoint)
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.tensors:
         if name.startswith("model."):
@@ -79,7 +79,7 @@ def read_holdfast(path: Path) -> Model:
     )
 
 
-def _config_of(path: Path, checkpoint: Checkpoint) -> Config:
+def config_of(path: Path, checkpoint: Checkpoint) -> Config:
     """The configuration that the trainer put into the checkpoint; for others the run's config.toml."""
     tables = checkpoint.shared.get("config")
     if isinstance(tables, Mapping):

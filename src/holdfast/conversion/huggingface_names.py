@@ -118,7 +118,7 @@ def from_huggingface(
     """Hugging Face's tensors under canonical names, and the names that were left out as they carry no weights of the model."""
     top, inside, prefix, qkv_names = TABLES[model_type]
     top_back, inside_back = {new: old for old, new in top.items()}, {new: old for old, new in inside.items()}
-    plain = _with_prefixes(model_type, tensors)
+    plain = with_prefixes(model_type, tensors)
     found: dict[str, Tensor] = {}
     for name, tensor in plain.items():
         if BUFFERS.search(name):
@@ -161,7 +161,7 @@ def _drop_tied(arch: Architecture, found: dict[str, Tensor], origin: str) -> tup
     return found, []
 
 
-def _with_prefixes(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_prefixes(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Models saved without their head have no prefix; GPT-2's own files are like that."""
     wanted = {"gpt2": "transformer.", "llama": "model.", "bert": "bert.", "megatron-bert": "bert."}[model_type]
     if any(name.startswith(wanted) for name in tensors):

@@ -73,7 +73,7 @@ class RankFile:
 def find_rank_files(path: Path, budget: Budget) -> list[tuple[int, int, Region]]:
     """The files of all ranks, as (tensor rank, stage, bytes)."""
     if path.is_dir():
-        folder = _iteration_folder(path)
+        folder = iteration_folder(path)
         found = [(file, RANK_FILE.match(file.as_posix())) for file in sorted(folder.glob("mp_rank_*/model*rng.pt"))]
         if len(found) > MAX_FILES:
             raise HoldfastError(f"{folder} has {len(found):,} rank files; more than {MAX_FILES:,} are not read")
@@ -107,7 +107,7 @@ def find_rank_files(path: Path, budget: Budget) -> list[tuple[int, int, Region]]
     return places
 
 
-def _iteration_folder(path: Path) -> Path:
+def iteration_folder(path: Path) -> Path:
     tracker = path / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         return path

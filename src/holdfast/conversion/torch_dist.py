@@ -13,8 +13,8 @@ from holdfast.conversion.budget import Budget
 from holdfast.conversion.megatron_args import architecture_from_args, architecture_from_shapes, true_size_from_args
 from holdfast.conversion.megatron_names import canonical_name
 from holdfast.conversion.megatron_read import (
-    _iteration_folder,
     drop_tied_copy,
+    iteration_folder,
     said_vocabulary,
     split_gate,
     tokenizer_of,
@@ -34,14 +34,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_torch_dist(path: Path) -> bool:
-    folder = _iteration_folder(path)
+    folder = iteration_folder(path)
     return (folder / ".metadata").is_file()
 
 
 def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[str] = ()) -> Model:
-    folder = _iteration_folder(path)
-    reader = _Reader(folder)
-    args, common = _args(folder, reader)
+    folder = iteration_folder(path)
+    reader = Reader(folder)
+    args, common = read_args(folder, reader)
     named = {name: name.removeprefix("model.") for name in reader.chunks if not _NOT_WEIGHTS.match(name)}
     family: Literal["gpt", "bert"] = "bert" if any("tokentype" in name for name in named) else "gpt"
     stack = "decoder" if family == "gpt" else "encoder"
@@ -85,7 +85,7 @@ def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[st
     return said_vocabulary(model, true_size, said_by)
 
 
-def _tensors(reader: "_Reader", named: Mapping[str, str], stack: str, folder: Path) -> dict[str, Tensor]:
+def _tensors(reader: "Reader", named: Mapping[str, str], stack: str, folder: Path) -> dict[str, Tensor]:
     """Canonical tensors; stacks of layers taken apart."""
     tensors: dict[str, Tensor] = {}
     for name, plain in named.items():
@@ -110,7 +110,7 @@ def _tensors(reader: "_Reader", named: Mapping[str, str], stack: str, folder: Pa
     return tensors
 
 
-def _args(folder: Path, reader: "_Reader") -> tuple[dict[str, Any], Mapping[str, Any]]:
+def read_args(folder: Path, reader: "Reader") -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Megatron's args: in common.pt, or in newer folders as a byte entry of their own."""
     if (folder / "common.pt").is_file():
         common = load_torch(map_file(folder / "common.pt"), reader.budget).tree
@@ -126,7 +126,7 @@ def _args(folder: Path, reader: "_Reader") -> tuple[dict[str, Any], Mapping[str,
     return plain_attributes(state.get("args")), state
 
 
-class _Reader:
+class Reader:
     """The index of a DCP folder: which chunk of which tensor lies where."""
 
     def __init__(self, folder: Path) -> None:
@@ -199,7 +199,7 @@ class _Reader:
             self.files[file] = map_file(self._folder / file)
         return self.files[file].part(offset, length, f"{self._folder / file}: {name}")
 
-    def _load(self, info: Record, name: str) -> StoredTensor:
+    def load(self, info: Record, name: str) -> StoredTensor:
         """A chunk's tensor; a chunk that holds several layers is asked for once for each."""
         region = self._region(info, name)
         if id(info) not in self._loaded:
@@ -218,7 +218,7 @@ class _Reader:
         for (offsets, sizes), info in self.chunks[name]:
             if layer is not None and not offsets[0] <= layer < offsets[0] + sizes[0]:
                 continue
-            stored = self._load(info, name)
+            stored = self.load(info, name)
             if stored.shape != sizes or (dtype and stored.dtype != dtype):
                 raise HoldfastError(f"{self._folder}: a chunk of {name} is not the tensor that .metadata announces")
             dtype, bits = stored.dtype, stored.view()

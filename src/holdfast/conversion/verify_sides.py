@@ -1,0 +1,195 @@
+"""A source or a target as a function: its forward, from its own files and its own settings, for `--verify`.
+
+The invariant: what the reader concluded (Model, Architecture) is not used here; settings are read a second time from args,
+config.json or the run's configuration.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
+from holdfast.conversion.budget import Budget
+from holdfast.conversion.forward import Ids, huggingface_forward
+from holdfast.conversion.holdfast_checkpoint import config_of
+from holdfast.conversion.huggingface_names import with_prefixes
+from holdfast.conversion.huggingface_read import read_json, read_weights
+from holdfast.conversion.megatron_forward import Part, Settings, find, run_megatron
+from holdfast.conversion.megatron_read import flatten, iteration_folder, read_ranks
+from holdfast.conversion.raw_tensors import Array, Raw, floats, raw_of, raw_of_stored
+from holdfast.conversion.sources import kind_of
+from holdfast.conversion.tensors import bits_type
+from holdfast.conversion.torch_dist import Reader, read_args
+
+
+@dataclass(frozen=True)
+class Side:
+    run: Callable[[Ids, int, str | None], dict[str, Array]]
+    """Ids, number of logits, and another activation for BERT's head than its own → logits and, for BERT, more."""
+    activation: str
+    head_activation: str
+
+
+def open_side(path: Path, rounded: str | None = None, heads: int | None = None, version: float | None = None) -> Side:
+    """The function at a path. `rounded`: with every weight rounded to this element type. `heads`, `version`: as for reading."""
+    kind = kind_of(path)
+    if kind == "huggingface":
+        return _huggingface(path, rounded)
+    if kind == "holdfast":
+        settings, parts = _holdfast(path, rounded)
+    elif kind == "torch_dist":
+        settings, parts = _torch_dist(path, rounded, heads)
+    else:
+        settings, parts = _megatron(path, rounded, heads, version)
+
+    def run(ids: Ids, size: int, head: str | None) -> dict[str, Array]:
+        return run_megatron(settings, parts, ids, size, head)
+
+    return Side(run, settings.activation, settings.head_activation)
+
+
+def _huggingface(path: Path, rounded: str | None) -> Side:
+    config = read_json(path / "config.json")
+    tensors, regions = read_weights(path, Budget())
+
+    def forget() -> None:
+        for region in regions:
+            region.forget()
+
+    raw = {
+        name: raw_of(tensor, forget, rounded) for name, tensor in with_prefixes(config["model_type"], tensors).items()
+    }
+    stated = config.get("hidden_act" if "bert" in config["model_type"] else "activation_function", "gelu")
+    activation = "gelu" if stated == "gelu" else "gelu_tanh"
+    return Side(lambda ids, size, head: huggingface_forward(config, raw, ids, head), activation, activation)
+
+
+def _megatron(path: Path, rounded: str | None, heads: int | None, version: float | None) -> tuple[Settings, list[Part]]:
+    ranks = read_ranks(path, Budget())
+    width, depth = 1 + max(rank.tensor_rank for rank in ranks), 1 + max(rank.stage for rank in ranks)
+    place = {(rank.stage, rank.tensor_rank): rank for rank in ranks}
+    parts: list[Part] = [
+        [
+            {
+                name: raw_of_stored(stored, rank.file.region.forget, rounded)
+                for rank in [place[stage, index]]
+                for name, stored in flatten(rank.chunks()[chunk], rank.file.name)
+            }
+            for index in range(width)
+        ]
+        for chunk in range(len(ranks[0].chunks()))
+        for stage in range(depth)
+    ]
+    stated = version if version is not None else ranks[0].content.get("checkpoint_version")
+    return _settings(ranks[0].args, parts, heads, stated), parts
+
+
+def _torch_dist(path: Path, rounded: str | None, heads: int | None) -> tuple[Settings, list[Part]]:
+    folder = iteration_folder(path)
+    reader = Reader(folder)
+    args, _ = read_args(folder, reader)
+    tensors: dict[str, Raw] = {}
+    for name, shape in reader.shapes.items():
+        stack = re.match(r"(.*\blayers\.)(?!\d)(.+)", name)
+        for layer in range(shape[0]) if stack else [None]:
+            key = name if layer is None or stack is None else f"{stack[1]}{layer}.{stack[2]}"
+            tensors[key] = _chunked(reader, name, shape, layer, rounded)
+    parts: list[Part] = [[tensors]]
+    return _settings(args, parts, heads, 3.0), parts
+
+
+def _chunked(reader: Reader, name: str, shape: tuple[int, ...], layer: int | None, rounded: str | None) -> Raw:
+    """A tensor of a distributed checkpoint, or one layer of a stack, put together from its chunks."""
+    whole = shape if layer is None else shape[1:]
+
+    def read(start: int, stop: int) -> Array:
+        out = np.full((stop - start, *whole[1:]), math.nan)
+        for (offsets, _), info in reader.chunks[name]:
+            stored = reader.load(info, name)
+            bits = stored.view()
+            if layer is not None:
+                if not offsets[0] <= layer < offsets[0] + bits.shape[0]:
+                    continue
+                bits = bits[layer - offsets[0]]
+            first, *rest = offsets if layer is None else offsets[1:]
+            above, below = max(start, first), min(stop, first + bits.shape[0])
+            if above < below:
+                columns = tuple(slice(at, at + size) for at, size in zip(rest, bits.shape[1:], strict=True))
+                out[(slice(above - start, below - start), *columns)] = floats(
+                    bits[above - first : below - first], stored.dtype
+                )
+        return out
+
+    def forget() -> None:
+        for region in reader.files.values():
+            region.forget()
+
+    return Raw(whole, read, forget, rounded)
+
+
+def _settings(args: Mapping[str, Any], parts: list[Part], heads: int | None, version: Any) -> Settings:
+    """Megatron's args as its models take them; for files without args, what Megatron did before it stored them."""
+    first = parts[0][0]
+    names = [name for part in parts for name in part[0]]
+    bert, mcore = any("tokentype" in name for name in names), any("linear_qkv" in name for name in names)
+    word = find(first, ["word_embeddings"], "weight")
+    hidden = word.shape[1] if word is not None else 0
+    count = int(args.get("num_attention_heads") or heads or 16)
+    openai = args.get("openai_gelu") is True and not mcore if args else not bert
+    fused = args.get("bias_gelu_fusion") is True or args.get("bias_activation_fusion") is True
+    trunk = "swiglu" if args.get("swiglu") is True else "gelu_tanh" if openai or fused else "gelu"
+    rotary = args.get("position_embedding_type") == "rope" or args.get("use_rotary_position_embeddings") is True
+    epsilon = args.get("norm_epsilon")
+    epsilon = args.get("layernorm_epsilon") if epsilon is None else epsilon
+    return Settings(
+        heads=count,
+        groups=int(args["num_query_groups"]) if args.get("group_query_attention") is True else count,
+        width=int(args.get("kv_channels") or hidden // count),
+        epsilon=1e-5 if epsilon is None else float(epsilon),
+        activation=trunk,
+        head_activation="gelu_tanh" if openai and args else "gelu",
+        rms=args.get("normalization") == "RMSNorm",
+        rotary_base=float(args.get("rotary_base") or 10000) if rotary else None,
+        tied=args.get("untie_embeddings_and_output_weights") is not True,
+        bert=bert,
+        version=float(version) if version is not None else 3.0 if mcore else 0.0,
+    )
+
+
+def _holdfast(path: Path, rounded: str | None) -> tuple[Settings, list[Part]]:
+    checkpoint = open_checkpoint(path, untrusted=True)
+    config = config_of(path, checkpoint).model
+    tensors = {
+        name.removeprefix("model."): _held(checkpoint, name, rounded)
+        for name in checkpoint.tensors
+        if name.startswith("model.")
+    }
+    gelu = "gelu_tanh" if config.openai_gelu else "gelu"
+    settings = Settings(
+        heads=config.num_attention_heads,
+        groups=config.num_query_groups or config.num_attention_heads,
+        width=config.kv_channels or config.hidden_size // config.num_attention_heads,
+        epsilon=config.norm_epsilon,
+        activation="swiglu" if config.swiglu else gelu,
+        head_activation=gelu,
+        rms=config.normalization == "RMSNorm",
+        rotary_base=config.rotary_base if config.position_embedding_type == "rope" else None,
+        tied=not config.untie_embeddings_and_output_weights,
+        bert=config.model_type == "bert",
+        post_norm=config.model_type == "bert" and config.bert_variant == "original",
+    )
+    return settings, [[tensors]]
+
+
+def _held(checkpoint: Checkpoint, name: str, rounded: str | None) -> Raw:
+    dtype, shape = checkpoint.tensors[name]
+
+    def read(start: int, stop: int) -> Array:
+        return floats(checkpoint.tensor(name, (start, stop)).view(bits_type(dtype)), dtype)
+
+    return Raw(tuple(shape), read, checkpoint.forget, rounded)
