@@ -101,7 +101,6 @@ def test_a_single_checkpoint_folder_without_its_run_is_enough(tmp_path):
         (replace(GPT2_TINY, disable_bias_linear=True), "without biases"),
         (replace(GPT2_TINY, kv_channels=16), "kv_channels"),
         (replace(GPT2_TINY, normalization="RMSNorm"), "RMSNorm with learned positions"),
-        (replace(LLAMA_TINY, hidden_dropout=0.1), "hidden_dropout"),
     ],
 )
 def test_what_hugging_face_cannot_say_is_refused_with_the_reason(tmp_path, model, reason):

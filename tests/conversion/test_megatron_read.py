@@ -237,12 +237,12 @@ def test_unimportable_objects_do_not_hinder(tmp_path):
     from enum import Enum
 
     module = types.ModuleType("megatron_of_2021.model.enums")
-    module.AttnMaskType = Enum("AttnMaskType", "padding causal", module="megatron_of_2021.model.enums")
+    module.ModelType = Enum("ModelType", "encoder_or_decoder retro", module="megatron_of_2021.model.enums")
     names = ("megatron_of_2021", "megatron_of_2021.model", "megatron_of_2021.model.enums")
     sys.modules.update(dict.fromkeys(names, module))
     spec = Spec()
     truth = make_truth(spec, spec.padded(1))
-    run = write_megatron(tmp_path / "run", spec, truth, 3.0, attn_mask_type=module.AttnMaskType.causal)
+    run = write_megatron(tmp_path / "run", spec, truth, 3.0, model_type=module.ModelType.encoder_or_decoder)
     for name in names:
         del sys.modules[name]
     assert_same(convert(run, tmp_path / "hf", true_vocab_size=spec.vocab), spec, truth)

@@ -100,7 +100,9 @@ def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "Tokenizer
     elif names:
         model.notes.append("the tokenizer that the source names does not exist any more")
     if flags:
-        model = replace(model, special_ids={})  # those of the tokenizer that the user gave count
+        # Those of the tokenizer that the user gave count.
+        generation = {name: value for name, value in model.generation.items() if not name.endswith("_token_id")}
+        model = replace(model, special_ids={}, generation=generation, companions={})
     return settle_size(model, options.true_vocab_size, tokenizer), tokenizer
 
 

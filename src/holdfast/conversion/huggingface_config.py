@@ -14,6 +14,7 @@ BERT_HEAD_NOTE = (
     "BERT's trunk uses the tanh GELU and its language model head the exact one, which config.json cannot say: hidden_act is "
     "gelu_new, so the head's activations differ by at most 4.8e-4 (logits by about 4e-5); pooler and sentence head are exact"
 )
+DROPOUT_NOTE = "hidden_dropout {} left out: a Llama configuration has no place for it, and inference has no dropout"
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -27,7 +28,8 @@ def describe_for_huggingface(
     if arch.normalization == "LayerNorm" and arch.positions == "learned_absolute" and arch.activation != "swiglu":
         return "gpt2", _gpt2(arch, dtype, special_ids), []
     if arch.normalization == "RMSNorm" and arch.positions == "rope" and arch.activation == "swiglu":
-        return "llama", _llama(arch, dtype, special_ids), []
+        notes = [DROPOUT_NOTE.format(arch.hidden_dropout)] if arch.hidden_dropout else []
+        return "llama", _llama(arch, dtype, special_ids), notes
     _cannot(
         f"{arch.normalization} with {'rotary' if arch.positions == 'rope' else 'learned'} positions and {arch.activation}: "
         "neither GPT-2 (LayerNorm, learned, GELU) nor Llama (RMSNorm, rotary, SwiGLU)"
@@ -66,8 +68,6 @@ def _gpt2(arch: Architecture, dtype: str, special_ids: Mapping[str, Any]) -> dic
 def _llama(arch: Architecture, dtype: str, special_ids: Mapping[str, Any]) -> dict[str, Any]:
     if arch.qkv_bias != arch.bias:
         _cannot("a bias on queries, keys and values only, in Llama")
-    if arch.hidden_dropout:
-        _cannot(f"hidden_dropout {arch.hidden_dropout} in Llama (convert with the dropout of the run set to 0)")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

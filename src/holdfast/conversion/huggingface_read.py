@@ -10,7 +10,7 @@ from holdfast.conversion.budget import MAX_FILES, Budget
 from holdfast.conversion.huggingface_config import architecture_from_config
 from holdfast.conversion.huggingface_names import BUFFERS, from_huggingface
 from holdfast.conversion.megatron_read import flatten
-from holdfast.conversion.model import Architecture, Model, check_complete, known_special_ids
+from holdfast.conversion.model import Architecture, Model, check_complete, known_special_ids, valid_ids
 from holdfast.conversion.safetensors_files import read_safetensors
 from holdfast.conversion.tensors import Tensor
 from holdfast.conversion.zips import Region, map_file
@@ -18,6 +18,10 @@ from holdfast.errors import HoldfastError
 from holdfast.system.bounded_files import read_json as read_bounded_json
 
 MAX_JSON_BYTES = 16 << 20
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model",
+)  # fmt: skip
 PADDING_FILE = "megatron_padding.safetensors"
 WEIGHT_FILES = (
     "model.safetensors",
@@ -66,8 +70,17 @@ def read_huggingface(path: Path) -> Model:
         unchecked=budget.unchecked,
         tokenizer=tokenizer_in(path, arch.family),
         special_ids=known_special_ids(config, arch.padded_vocab_size),
+        generation=_generation(path, arch.padded_vocab_size),
+        companions={name: path / name for name in COMPANIONS if (path / name).is_file()},
         padding=padding,
     )
+
+
+def _generation(path: Path, size: int) -> dict[str, Any]:
+    """Generation settings of the folder; ids that the vocabulary does not have are left out."""
+    stated = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    ids = {name for name in stated if name.endswith("_token_id")}
+    return {name: value for name, value in stated.items() if name not in ids} | valid_ids(stated, ids, size)
 
 
 def tokenizer_in(path: Path, family: str) -> dict[str, str]:

@@ -6,12 +6,13 @@ from typing import Any
 from holdfast.conversion.huggingface_config import describe_for_huggingface
 from holdfast.conversion.huggingface_names import to_huggingface
 from holdfast.conversion.huggingface_read import PADDING_FILE
-from holdfast.conversion.model import VOCABULARY_TENSORS, Model
+from holdfast.conversion.model import VOCABULARY_TENSORS, Model, valid_ids
 from holdfast.conversion.stream import Plan, PlannedFile
 from holdfast.conversion.tensors import Tensor
-from holdfast.conversion.tokenizer_files import TokenizerFiles, to_json
+from holdfast.conversion.tokenizer_files import MAX_BYTES, TokenizerFiles, to_json
 from holdfast.conversion.torch_files import Ordered
 from holdfast.errors import UsageError
+from holdfast.system.bounded_files import read_bounded
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -36,22 +37,21 @@ def plan_huggingface(
     written = next(iter(trimmed.values())).dtype
     special_ids = special_ids_of(model, tokenizer)
     model_type, config, notes = describe_for_huggingface(arch, written, special_ids)
+    if model.special_ids:
+        config |= valid_ids(model.facts.get("config", {}), ["pad_token_id"], size)
     weights = to_huggingface(model_type, arch, trimmed)
-    generation: dict[str, Any] = {"_from_model_config": True, **special_ids}
-    end = special_ids.get("eos_token_id")
-    if end is not None:
-        generation["pad_token_id"] = end[0] if isinstance(end, list) else end
     files = [PlannedFile("config.json", content=to_json(config))]
     if arch.family == "gpt":
-        files.append(PlannedFile("generation_config.json", content=to_json(generation)))
-    for name, content in (tokenizer.files if tokenizer else {}).items():
+        files.append(PlannedFile("generation_config.json", content=to_json(_generation(model, special_ids))))
+    carried = {name: read_bounded(path, MAX_BYTES, "file of a tokenizer") for name, path in model.companions.items()}
+    for name, content in {**(tokenizer.files if tokenizer else {}), **carried}.items():
         files.append(PlannedFile(name, content=content))
     files += _weight_files(weights, shard_bytes(max_shard_size), as_bin)
     if keep_padding and padding:
         files.append(
             PlannedFile(PADDING_FILE, padding, metadata={"make_vocab_size_divisible_by": str(arch.vocab_multiple)})
         )
-    if tokenizer is None:
+    if tokenizer is None and not carried:
         notes.append("no tokenizer files written: give --vocab-file and --merge-file to have them")
     if padding and not keep_padding:
         rows = arch.padded_vocab_size - size
@@ -59,6 +59,15 @@ def plan_huggingface(
     if model.facts.get("optimizer"):
         notes.append("optimizer state left behind: a Hugging Face folder has no place for it")
     return Plan(files, notes)
+
+
+def _generation(model: Model, special_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json: that of a Hugging Face source, completed by what the configuration says."""
+    if model.generation:
+        return {**special_ids, **model.generation}
+    end = special_ids.get("eos_token_id")
+    padding = {} if end is None else {"pad_token_id": end[0] if isinstance(end, list) else end}
+    return {"_from_model_config": True, **padding, **special_ids}
 
 
 def special_ids_of(model: Model, tokenizer: TokenizerFiles | None) -> dict[str, int | list[int]]:

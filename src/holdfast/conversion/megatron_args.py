@@ -141,15 +141,18 @@ def true_size_of_release(arch: Architecture) -> tuple[int | None, str]:
 
 
 def args_for(
-    arch: Architecture, true_size: int, padded: int, tensor_parallel: int, pipeline_parallel: int, mcore: bool
+    arch: Architecture, true_size: int, padded: int, tensor_parallel: int, stages: list[int], mcore: bool
 ) -> dict[str, Any]:
-    """Plain values, under the names that Megatron's loader and --use-checkpoint-args look for."""
+    """Plain values, under the names that Megatron's loader and --use-checkpoint-args look for. `stages`: layers of each."""
+    uneven, pipeline_parallel = len(set(stages)) > 1, len(stages)
     swiglu, tanh = arch.activation == "swiglu", arch.activation == "gelu_tanh"
     tokenizer = {size: name for name, size in TRUE_SIZES.items()}.get(true_size)
     return {
         "tensor_model_parallel_size": tensor_parallel,
         "pipeline_model_parallel_size": pipeline_parallel,
         "virtual_pipeline_model_parallel_size": None,
+        "decoder_first_pipeline_num_layers": stages[0] if uneven else None,
+        "decoder_last_pipeline_num_layers": stages[-1] if uneven else None,
         "data_parallel_size": 1,
         "world_size": tensor_parallel * pipeline_parallel,
         "num_layers": arch.num_layers,

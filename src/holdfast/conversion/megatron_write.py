@@ -16,6 +16,7 @@ from holdfast.conversion.model import (
     WORD_EMBEDDINGS,
     Architecture,
     Model,
+    expected_shapes,
     padded_size,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
@@ -41,18 +42,22 @@ def plan_megatron(
     padded = padded_size(true_size, arch.vocab_multiple * tensor_parallel)
     whole = {
         name: (pad_rows(tensor, true_size, padded, model.padding.get(name)) if name in VOCABULARY_TENSORS else tensor)
-        for name, tensor in model.tensors.items()
+        for name in expected_shapes(arch)  # the order of the modules, on which old readers rely
+        for tensor in [model.tensors[name]]
     }
     if dtype is not None:
         whole = {name: tensor.cast(dtype) for name, tensor in whole.items()}
-    args = args_for(arch, true_size, padded, tensor_parallel, pipeline_parallel, names == "mcore")
+    stages = stage_sizes(arch.num_layers, pipeline_parallel)
+    args = args_for(arch, true_size, padded, tensor_parallel, stages, names == "mcore")
     written = next(iter(whole.values())).dtype
     args |= {"params_dtype": TorchName(_DTYPES[written]), "fp16": written == "F16", "bf16": written == "BF16"}
     if model.tokenizer.get("tokenizer_type"):
         args["tokenizer_type"] = model.tokenizer["tokenizer_type"]
+    elif names == "legacy" and args["tokenizer_type"] is None:  # old readers stop without one
+        args["tokenizer_type"] = "BertWordPieceLowerCase" if arch.family == "bert" else "GPT2BPETokenizer"
     files = [PlannedFile("latest_checkpointed_iteration.txt", content=b"release")]
     for stage in range(pipeline_parallel):
-        owned = _stage(arch, whole, stage, pipeline_parallel)
+        owned = _stage(arch, whole, stage, stages)
         for rank in range(tensor_parallel):
             shard = {}
             for name, tensor in join_gate(owned).items():
@@ -110,12 +115,22 @@ def pad_rows(tensor: Tensor, true_size: int, padded: int, kept: Tensor | None) -
     return stacked([*parts, repeated(last, padded - rows)] if padded > rows else parts)
 
 
-def _stage(arch: Architecture, whole: dict[str, Tensor], stage: int, stages: int) -> dict[str, Tensor]:
+def stage_sizes(layers: int, stages: int) -> list[int]:
+    """Layers of each pipeline stage. All but the first and the last are equal: Megatron-core has no args for anything else."""
+    if stages < 3 or layers % stages == 0:
+        return [layers // stages + (index < layers % stages) for index in range(stages)]
+    candidates = []
+    for middle in (layers // stages, layers // stages + 1):
+        ends = layers - middle * (stages - 2)
+        if ends >= 2:
+            candidates.append([ends - ends // 2, *[middle] * (stages - 2), ends // 2])
+    return min(candidates, key=max)
+
+
+def _stage(arch: Architecture, whole: dict[str, Tensor], stage: int, counts: list[int]) -> dict[str, Tensor]:
     """The tensors of one pipeline stage, layers renumbered from 0; the last one holds a copy of a tied embedding."""
-    base, extra = divmod(arch.num_layers, stages)
-    counts = [base + (index < extra) for index in range(stages)]
     start, stop = sum(counts[:stage]), sum(counts[: stage + 1])
-    first, last = stage == 0, stage == stages - 1
+    first, last = stage == 0, stage == len(counts) - 1
     owned: dict[str, Tensor] = {}
     for name, tensor in whole.items():
         layer = re.match(r"((?:decoder|encoder)\.layers\.)(\d+)(\..+)", name)

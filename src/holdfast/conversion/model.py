@@ -5,8 +5,9 @@ shapes; nothing unknown, nothing missing. Query, key and value rows are [query g
 up projections are apart, vocabulary tables have `padded_vocab_size` rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from holdfast.conversion.tensors import Tensor
@@ -105,6 +106,10 @@ class Model:
     """tokenizer_type, vocab_file, merge_file, tokenizer_model as far as the source names them; digest, if it carries its own."""
     special_ids: dict[str, int | list[int]] = field(default_factory=dict)
     """bos_token_id and eos_token_id as far as the source says them."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """generation_config.json of a Hugging Face source."""
+    companions: dict[str, Path] = field(default_factory=dict)
+    """Files of a Hugging Face source's tokenizer that another Hugging Face folder takes as they are."""
     padding: dict[str, Tensor] = field(default_factory=dict)
     """Rows that Megatron's padding had, from the side file of an earlier conversion."""
 
@@ -209,12 +214,15 @@ def with_vocabulary(model: Model, true_size: int | None, said_by: str, override:
 
 def known_special_ids(stated: Mapping[str, Any], size: int) -> dict[str, int | list[int]]:
     """bos_token_id and eos_token_id of a configuration (the latter may be several), where they are ids of the vocabulary."""
+    return valid_ids(stated, ("bos_token_id", "eos_token_id"), size)
 
+
+def valid_ids(stated: Mapping[str, Any], names: Iterable[str], size: int) -> dict[str, int | list[int]]:
     def valid(value: Any) -> bool:
         return type(value) is int and 0 <= value < size
 
     found: dict[str, int | list[int]] = {}
-    for name in ("bos_token_id", "eos_token_id"):
+    for name in names:
         value = stated.get(name)
         if valid(value) or (isinstance(value, list) and 0 < len(value) <= 100 and all(map(valid, value))):
             found[name] = value  # type: ignore[assignment]
