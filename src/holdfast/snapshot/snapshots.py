@@ -103,7 +103,7 @@ class Snapshots:
         }
         self._copy: Copy | None = None
         self._committed: int | None = None
-        self._candidate: int | None = None
+        self._candidates: tuple[int, ...] = ()
         self._ready, self._sequence, self._step, self._saved = -1, 0, 0, 0
         self._stop_agreed = self._save_waits = self._save_wished = False
         self._plan_heard = self._skipping = False
@@ -202,7 +202,7 @@ class Snapshots:
         """Fills model, optimizer, extra state and random generators from the newest whole state there is; its step, or 0."""
         self._finish_copy()
         self._ready = -1  # steps that are repeated are held as new ones
-        self._candidate = None
+        self._candidates = ()
         self._shipping = None
         self.desk.forget_held()
         self.desk["shipped"] = 0
@@ -411,7 +411,7 @@ class Snapshots:
         self.desk.beat(5)
         heard = self.team.hear(self._ready)
         self._committed = heard.committed if heard.committed is not None else self._committed
-        self._candidate, self._plan_heard = heard.candidate, heard.plan
+        self._candidates, self._plan_heard = heard.candidates, heard.plan
         self._stop_agreed |= heard.stop
         self._save_waits |= heard.save
         if self._holder.copied:
@@ -433,16 +433,16 @@ class Snapshots:
         small, random = self._small_state(), random_state()
         try:
             self._holder.refresh()
-            self._copy = self._holder.begin(step, self._sequence, small, random, self._committed, self._candidate)
+            self._copy = self._holder.begin(step, self._sequence, small, random, self._committed, self._candidates)
         except OSError as error:
             self._report("skipped", step, f"{self.place.path}: {error.strerror or error}")
             return
         if self._copy is None:
-            late = self.team.late_rank(self._candidate) if self._candidate is not None else None
+            late = self.team.late_rank(self._candidates[0]) if self._candidates else None
             self._report(
                 "skipped",
                 step,
-                f"rank {late[0]} does not hold step {self._candidate} yet (its newest is {late[1]})"
+                f"rank {late[0]} does not hold step {self._candidates[0]} yet (its newest is {late[1]})"
                 if late is not None
                 else "every slot is being written to disk and there is no memory for another",
             )

@@ -21,8 +21,8 @@ GATE_SECONDS = 10.0
 class Heard(NamedTuple):
     committed: int | None
     """The newest step that all ranks hold, if it is known."""
-    candidate: int | None = None
-    """This rank's newest step, if it is newer and the others may still come to hold it."""
+    candidates: tuple[int, ...] = ()
+    """The newer steps that this rank holds and that the others may still come to hold, the moment after this look."""
     shipped: int | None = None
     """The step that every node has copied to another one, if it is the same."""
     stop: bool = False
@@ -81,8 +81,8 @@ class Team:
         work.wait()
         lowest, minus_highest, shipped, minus_shipped, minus_stop, minus_save, minus_plan = told.tolist()
         return Heard(
-            ready if lowest == ready == -minus_highest else None,
-            None,
+            ready if 0 <= lowest == ready == -minus_highest else None,
+            (),
             shipped if shipped == -minus_shipped else None,
             minus_stop < 0,
             minus_save < 0,
@@ -101,9 +101,9 @@ class Team:
             pause = min(0.002, pause + 0.0001)
         self._patience = GATE_SECONDS if in_time else 0.0
         common = max(set.intersection(*(desk.held() for desk in self._desks.values())), default=None)
-        if common is not None and common >= ready:
-            return Heard(common)
-        return Heard(common, ready if all(desk.can_hold(ready) for desk in self._desks.values()) else None)
+        newer = (step for step in self._desks[self.rank].held() if common is None or step > common)
+        candidates = (step for step in newer if all(desk.can_hold(step) for desk in self._desks.values()))
+        return Heard(common, tuple(sorted(candidates)))
 
     def late_rank(self, step: int) -> tuple[int, int] | None:
         """(rank, its newest step) of the first rank of this node that does not hold the step."""
