@@ -15,7 +15,7 @@ from holdfast.snapshot.arena import NOTHING, READY, Arena, SlotHeader
 from holdfast.snapshot.holder import slots_to_use
 from tests.gloo import spawn_ranks
 
-from .harness import abandon, memory_folder
+from .harness import abandon, memory_folder, wait_for
 
 
 def test_too_little_memory_is_refused_with_the_size_to_give(tmp_path, memory):
@@ -141,6 +141,23 @@ def test_a_step_that_is_taken_again_does_not_stop_the_snapshots_that_follow(tmp_
     assert third.restore() == 6
     assert model.weight.unique().tolist() == [6.0]
     third.close()
+
+
+def test_a_save_of_the_step_that_was_resumed_from_does_not_block_later_saves(tmp_path, memory):
+    """That step is then in two slots: the slot that the save pins is the one that the keeper writes and unpins."""
+    model = torch.nn.Linear(3, 3)
+    first = Snapshots("a", model, folder=tmp_path, memory=memory)
+    first.restore()
+    first.take(1)
+    first.commit()
+    abandon(first)
+    second = Snapshots("a", model, folder=tmp_path, memory=memory)
+    assert second.restore() == 1
+    second.save(1)
+    wait_for(lambda: [step for step, _ in checkpoints_in(tmp_path)] == [1], "step 1 on disk")
+    wait_for(lambda: not list(second.place.requests.iterdir()), "the keeper to be done")
+    assert not second._holder.pinned()
+    second.close()
 
 
 def test_a_small_state_that_grows_gets_room_and_nothing_held_is_lost(tmp_path, memory):

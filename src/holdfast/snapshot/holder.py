@@ -1,6 +1,6 @@
 """A rank's own memory: which live tensors it copies, into which arena, into which slot of it.
 
-The invariants: a slot that is pinned, that holds the newest step all ranks have, or the one that may become it, is never
+The invariants: a slot that is pinned, that holds the newest step all ranks have, or one that may become it, is never
 chosen; the rank's desk says which steps are READY; live tensors are the ones that the model and optimizer have now (a state
 that was replaced is noticed); a changed layout gets a new arena beside the old one.
 """
@@ -8,7 +8,7 @@ that was replaced is noticed); a changed layout gets a new arena beside the old 
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -121,11 +121,11 @@ class Holder:
         small: dict[str, Any],
         random: dict[str, Any],
         committed: int | None,
-        candidate: int | None,
+        candidates: Collection[int],
     ) -> Copy | None:
         """Starts a copy; None if there is no slot for it."""
         assert self.arena is not None and self._copier is not None
-        index = self._free_slot(self.arena, committed, candidate)
+        index = self._free_slot(self.arena, committed, candidates)
         if index is None:
             return None
         slot = self.arena.slot(index)
@@ -155,11 +155,12 @@ class Holder:
         """Keeps the slot of this step from being overwritten, until the keeper has written it to disk."""
         if self.arena is None:
             return False
-        for index, header in enumerate(self.arena.headers()):
-            if header.state == READY and header.step == step:
-                self.arena.pin(index, pinned)
-                return True
-        return False
+        found = [
+            (h.sequence, index) for index, h in enumerate(self.arena.headers()) if (h.state, h.step) == (READY, step)
+        ]
+        if found:  # a step that was taken again after a resume is in two slots; the keeper writes the younger
+            self.arena.pin(max(found)[1], pinned)
+        return bool(found)
 
     def keep_for_peers(self, steps: Sequence[int | None]) -> None:
         """Of these steps and no others the slots are kept until they are no longer among them."""
@@ -180,11 +181,11 @@ class Holder:
             self.arena.close()
             self.arena = None
 
-    def _free_slot(self, arena: Arena, committed: int | None, candidate: int | None) -> int | None:
+    def _free_slot(self, arena: Arena, committed: int | None, candidates: Collection[int]) -> int | None:
         headers = arena.headers()
         pinned = [arena.pinned(index) for index in range(SLOTS)]
         for index in range(_usable(pinned), SLOTS):
-            kept = headers[index].step in (committed, candidate) or pinned[index]
+            kept = headers[index].step in (committed, *candidates) or pinned[index]
             if headers[index].state != EMPTY and not kept:
                 self._desk.set_held(index, NOT_HELD)
                 arena.slot(index).store(NOTHING)
@@ -192,7 +193,7 @@ class Holder:
                     self._copier.forget(arena.slot(index))
                 arena.slot(index).unregister()
                 arena.release(index)
-        usable = slots_to_use(headers, pinned, committed, candidate)
+        usable = slots_to_use(headers, pinned, committed, candidates)
         return next((index for index in usable if arena.reserve(index)), None)
 
     def _replaced(self) -> bool:
@@ -295,15 +296,15 @@ class Holder:
 
 
 def slots_to_use(
-    headers: Sequence[SlotHeader], pinned: Sequence[bool], committed: int | None, candidate: int | None = None
+    headers: Sequence[SlotHeader], pinned: Sequence[bool], committed: int | None, candidates: Collection[int] = ()
 ) -> list[int]:
-    """The slots that may be overwritten, best first: not pinned, neither the newest common step nor the candidate to become it;
+    """The slots that may be overwritten, best first: not pinned, neither the newest common step nor a candidate to become it;
     beyond the first two as many as are pinned.
 
     Of two slots that hold one of these steps the younger one is kept.
     """
     ready = [header for header in headers if header.state == READY]
-    kept = {max((h.sequence for h in ready if h.step == step), default=0) for step in (committed, candidate)}
+    kept = {max((h.sequence for h in ready if h.step == step), default=0) for step in (committed, *candidates)}
     free = [
         (header.state == READY, header.sequence, index)
         for index, header in enumerate(headers[: _usable(pinned)])
