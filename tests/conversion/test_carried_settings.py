@@ -98,7 +98,7 @@ def test_a_byte_level_tokenizer_keeps_its_chat_template(tmp_path):
     (source / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "GPT2Tokenizer", "chat_template": "{{ x }}"})
     )
-    folder = convert(source, tmp_path / "hf")
+    folder = convert(source, tmp_path / "hf", verify=True)
     assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == "{{ x }}"
     assert json.loads((folder / "vocab.json").read_text()) == vocabulary
 
@@ -121,3 +121,28 @@ def test_legacy_files_have_the_order_and_the_type_that_old_readers_need(tmp_path
     assert first == [f"{module}.{part}" for module in modules for part in ("weight", "bias")]
     assert names[-2:] == ["final_layernorm.weight", "final_layernorm.bias"]
     assert next(iter(state["model"]["language_model"])) == "embedding"
+
+
+def test_a_tokenizer_that_gives_other_ids_fails_the_verification(tmp_path, monkeypatch):
+    from holdfast.conversion import converting
+    from holdfast.errors import HoldfastError
+
+    source = tmp_path / "source"
+    build("gpt2").save_pretrained(source)
+    size = json.loads((source / "config.json").read_text())["vocab_size"]
+    letters = {chr(33 + number): number for number in range(94)}
+    vocabulary = letters | {f"t{number}": number for number in range(94, size - 1)} | {"<|endoftext|>": size - 1}
+    (source / "vocab.json").write_text(json.dumps(vocabulary))
+    (source / "merges.txt").write_text("#version: 0.2\n")
+    convert(source, tmp_path / "right", verify=True)
+    settle = converting.settle_vocabulary
+
+    def confused(model, options):
+        model, tokenizer = settle(model, options)
+        text = tokenizer.files["tokenizer.json"].decode().replace('"a":', '"\\u0001":').replace('"e":', '"a":')
+        tokenizer.files["tokenizer.json"] = text.replace('"\\u0001":', '"e":').encode()
+        return model, tokenizer
+
+    monkeypatch.setattr(converting, "settle_vocabulary", confused)
+    with pytest.raises(HoldfastError, match=r"tokenizer\.json gives other ids"):
+        convert(source, tmp_path / "wrong", verify=True)

@@ -165,6 +165,26 @@ def test_rank_files_of_millions_of_opcodes_each(tmp_path, shape):
     assert "opcodes" in refuse(run)
 
 
+def test_chunks_of_a_distributed_checkpoint_share_one_limit(tmp_path):
+    import torch
+    from torch.distributed import checkpoint
+
+    from holdfast.conversion.torch_dist import Reader
+    from holdfast.errors import HoldfastError
+
+    checkpoint.save({f"t{n}": torch.ones(4) for n in range(8)}, checkpoint_id=tmp_path, no_dist=True)
+    reader = Reader(tmp_path)
+    before = reader.budget.opcodes
+    reader.tensor("t0")
+    each = before - reader.budget.opcodes
+    reader.tensor("t0")
+    assert each > 0 and reader.budget.opcodes == before - each  # read once, however often it is asked for
+    reader.budget.opcodes = 3 * each
+    with pytest.raises(HoldfastError, match="opcodes"):
+        for number in range(1, 8):
+            reader.tensor(f"t{number}")
+
+
 def test_a_fifo_is_refused(tmp_path):
     run = tmp_path / "run"
     folder = run / "iter_0000001/mp_rank_00"
@@ -212,12 +232,11 @@ def test_many_heads_of_width_one(tmp_path):
     refuse(hugging_face(tmp_path / "hf", json.dumps(config).encode(), weights))
 
 
-def test_sigterm_leaves_nothing(tmp_path):
-    """The signal arrives while the program writes: a model of 600 MB of zeros, sparse."""
-    folder = hugging_face(tmp_path / "hf")
+def sparse_model(folder: Path) -> Path:
+    """A GPT-2 of 600 MB of zeros that takes no room on the disk."""
     width, rows = 1024, 300_000
     config = CONFIG | {"n_embd": width, "n_head": 16, "n_inner": 8, "vocab_size": rows}
-    (folder / "config.json").write_text(json.dumps(config))
+    hugging_face(folder, json.dumps(config).encode())
     shapes = {"wte.weight": [rows, width], "wpe.weight": [4, width], "ln_f.weight": [width], "ln_f.bias": [width]}
     for name, first, second in (
         ("attn.c_attn", width, 3 * width), ("attn.c_proj", width, width), ("mlp.c_fc", width, 8), ("mlp.c_proj", 8, width),
@@ -231,6 +250,21 @@ def test_sigterm_leaves_nothing(tmp_path):
         at += size
     start = safetensors(json.dumps(header).encode())
     sparse(folder / "model.safetensors", len(start) + at, start)
+    return folder
+
+
+@pytest.mark.slow
+def test_verification_takes_the_memory_of_the_largest_matrix(tmp_path):
+    """Not that of the model: 600 MB here, on either side."""
+    folder, target = sparse_model(tmp_path / "hf"), tmp_path / "out"
+    program = PROGRAM.replace("sys.argv[-1]", repr(str(target)))
+    subprocess.run([sys.executable, "-c", program, "convert", str(folder), str(target), "--verify"], check=True)
+    assert int(Path(f"{target}.peak").read_text()) / 1024 < 400
+
+
+def test_sigterm_leaves_nothing(tmp_path):
+    """The signal arrives while the program writes."""
+    folder = sparse_model(tmp_path / "hf")
     command = [sys.executable, "-m", "holdfast.cli", "convert", str(folder), str(tmp_path / "out")]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob(".out.*.tmp")):

@@ -62,7 +62,7 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
             from holdfast.conversion.verify import verify_conversion
 
             verification = verify_conversion(
-                source, model, folder, plan, digests, options.num_attention_heads, options.checkpoint_version
+                source, model, folder, plan, digests, tokenizer, options.num_attention_heads, options.checkpoint_version
             )
     count = sum(len(file.tensors) for file in plan.files)
     return Report(destination, model.origin, plan.nbytes, count, [*model.notes, *plan.notes], verification)

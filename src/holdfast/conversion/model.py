@@ -22,7 +22,7 @@ VOCABULARY_TENSORS = (WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias")
 
 MAX_LAYERS = 1 << 12
 MAX_HEADS = 1 << 12
-MAX_HEADS_IN_ALL = 1 << 16
+MAX_HEADS_IN_ALL = 1 << 15
 
 
 def check_heads(layers: int, heads: int) -> None:

@@ -26,8 +26,8 @@ BY_MODEL = (
 )
 BY_VOCABULARY = {"gpt": ("GPT2BPETokenizer",), "bert": ("BertWordPieceLowerCase", "BertWordPieceCase")}
 MAX_BYTES = 64 << 20
-MAX_VALUES = 3_000_000
-"""In a tokenizer's file; a vocabulary of 256,000 with its merges has 2 million."""
+MAX_VALUES = 1_500_000
+"""In a tokenizer's file; a vocabulary of 128,000 with its merges has 1 million."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 

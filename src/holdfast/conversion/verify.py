@@ -18,10 +18,13 @@ from holdfast.conversion.raw_tensors import Array
 from holdfast.conversion.safetensors_files import read_safetensors
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan
+from holdfast.conversion.tokenizer_files import TokenizerFiles
 from holdfast.conversion.verify_sides import Side, open_side
 from holdfast.errors import HoldfastError
+from holdfast.tokenizers.folder import recipe_of
 
 TOKENS = 16
+SAMPLES = ("Hello, World! It's 3.14 o'clock.\n", "def f(x):\n    return x ** 2", "naïve façade 東京 🙂")
 LARGEST_DIFFERENCE = 1e-9
 """On logits relative to their largest. Rounding in fp64 gives about 1e-16 per layer, 1e-13 for the deepest models; the smallest
 mistakes that matter are far above: the wrong GELU gives 1e-5, a wrong epsilon 1e-3, a wrong order 1."""
@@ -42,6 +45,7 @@ def verify_conversion(
     folder: Path,
     plan: Plan,
     digests: Mapping[str, Mapping[str, str]],
+    tokenizer: TokenizerFiles | None = None,
     heads: int | None = None,
     version: float | None = None,
 ) -> dict[str, Any]:
@@ -50,6 +54,7 @@ def verify_conversion(
     `heads` and `version` are what the user said about a Megatron source.
     """
     _verify_contents(folder, plan)
+    _verify_tokenizer(folder, tokenizer)
     written = _verify_files(folder, digests)
     target = read_model(folder)
     compared = _verify_tensors(model, target)
@@ -107,6 +112,21 @@ def _verify_contents(folder: Path, plan: Plan) -> None:
             for number in np.ravel(stated[key]) if stated.get(key) is not None else ():
                 if not 0 <= number < size:
                     raise HoldfastError(f"verification failed: {name} has {key} {number}, outside the vocabulary")
+
+
+def _verify_tokenizer(folder: Path, tokenizer: TokenizerFiles | None) -> None:
+    """The written tokenizer.json gives the ids that the source's tokenizer gives."""
+    if tokenizer is None or not (folder / "tokenizer.json").is_file():
+        return
+    from tokenizers import Tokenizer
+
+    recipe = recipe_of(tokenizer.names)
+    wanted = Tokenizer.from_str(recipe.definition)
+    given = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in SAMPLES:
+        ids = [each.encode(text, add_special_tokens=False).ids for each in (wanted, given)]
+        if ids[0] != ids[1]:
+            raise HoldfastError(f"verification failed: the written tokenizer.json gives other ids for {text!r}")
 
 
 def _verify_files(folder: Path, digests: Mapping[str, Mapping[str, str]]) -> int:
