@@ -171,13 +171,13 @@ def _write_tensor(
         at += len(data)
         since += len(data)
         if since >= FORGET_EVERY:
-            _forget(regions)
+            forget(regions)
             since = 0
     target.checksums[name] = checksum
     if digests is not None:
         digests[file.name][name] = digest.hexdigest()
     if tensor.nbytes >= 1 << 20:
-        _forget(regions)
+        forget(regions)
     return tensor.nbytes
 
 
@@ -195,6 +195,6 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def _forget(regions: Sequence[Mapped]) -> None:
+def forget(regions: Sequence[Mapped]) -> None:
     for region in regions:
         region.forget()

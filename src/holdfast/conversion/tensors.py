@@ -5,7 +5,6 @@ its place in the whole, so every operation here is exact, costs nothing, and mem
 everything is a matrix: a vector of n elements is [n, 1], a scalar [1, 1].
 """
 
-import hashlib
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -169,12 +168,6 @@ class Tensor:
         """All values, in double precision; for models that fit."""
         whole = self.read(0, self.matrix[0])
         return convert_bits(whole, self.dtype, "F64").view(np.float64).reshape(self.shape)
-
-    def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for block in self.blocks():
-            digest.update(np.ascontiguousarray(block).data)
-        return digest.hexdigest()
 
 
 def tensor_of(bits: Bits, dtype: str) -> Tensor:

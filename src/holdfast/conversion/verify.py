@@ -5,6 +5,7 @@ user asked for another element type, the source's weights are rounded first, and
 note), the source's head is given that one. Then only the rounding of fp64 is left, in every case, and one tolerance holds.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from holdfast.conversion.model import VOCABULARY_TENSORS, Mapped, Model
 from holdfast.conversion.raw_tensors import Array
 from holdfast.conversion.safetensors_files import read_safetensors
 from holdfast.conversion.sources import read_model
-from holdfast.conversion.stream import Plan
+from holdfast.conversion.stream import FORGET_EVERY, Plan, forget
+from holdfast.conversion.tensors import Tensor
 from holdfast.conversion.tokenizer_files import TokenizerFiles
 from holdfast.conversion.verify_sides import Side, open_side
 from holdfast.errors import HoldfastError
@@ -137,9 +139,8 @@ def _verify_files(folder: Path, digests: Mapping[str, Mapping[str, str]]) -> int
             continue
         tensors, _, region = read_safetensors(folder / name)
         for tensor, digest in wanted.items():
-            if tensors[tensor].sha256() != digest:
+            if _sha256(tensors[tensor], [region]) != digest:
                 raise HoldfastError(f"verification failed: {name} holds other bits of {tensor} than were written")
-            region.forget()
             count += 1
     return count
 
@@ -153,15 +154,21 @@ def _verify_tensors(model: Model, target: Model) -> int:
             raise HoldfastError(f"verification failed: {name} is not in the target")
         if name in VOCABULARY_TENSORS:
             tensor, other = tensor.rows(0, size), other.rows(0, size)
-        if replace(tensor, dtype=other.stored).sha256() != other.sha256():
+        if _sha256(replace(tensor, dtype=other.stored), model.regions) != _sha256(other, target.regions):
             raise HoldfastError(f"verification failed: {name} differs between source and target")
-        _forget([*model.regions, *target.regions])
     return len(model.tensors)
 
 
-def _forget(regions: Sequence[Mapped]) -> None:
-    for region in regions:
-        region.forget()
+def _sha256(tensor: Tensor, regions: Sequence[Mapped]) -> str:
+    digest, read = hashlib.sha256(), 0
+    for block in tensor.blocks():
+        digest.update(np.ascontiguousarray(block).data)
+        read += block.nbytes
+        if read >= FORGET_EVERY:
+            forget(regions)
+            read = 0
+    forget(regions)
+    return digest.hexdigest()
 
 
 def _difference(left: Mapping[str, Array], right: Mapping[str, Array]) -> float:
