@@ -4,6 +4,7 @@ The invariant: one record is one write(2) of one line on a descriptor opened wit
 last line, several processes may append, and a reader sees whole lines only.
 """
 
+import contextlib
 import errno
 import os
 import time
@@ -24,11 +25,19 @@ class Journal:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._descriptor = self._open()
+
+    def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                os.write(descriptor, b"\n")
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def write(self, record: Mapping[str, Any]) -> None:
         os.write(self._descriptor, _line(record))
@@ -48,9 +57,12 @@ class PatientJournal(Journal):
     """
 
     def __init__(self, path: Path | str) -> None:
-        super().__init__(path)
+        self.path = Path(path)
         self._waiting: deque[bytes] = deque(maxlen=RECORDS_KEPT)
         self._torn = False
+        self._descriptor = -1
+        with contextlib.suppress(OSError):  # it is opened before the first write that can succeed
+            self._descriptor = self._open()
 
     def write(self, record: Mapping[str, Any]) -> None:
         reported = bool(self._waiting)
@@ -61,13 +73,16 @@ class PatientJournal(Journal):
 
     def close(self) -> None:
         self._write_waiting()
-        super().close()
+        if self._descriptor >= 0:
+            super().close()
 
     def _write_waiting(self) -> str | None:
         """Writes what waits; the reason, in words, if something still waits afterwards."""
         while self._waiting:
             line = b"\n" * self._torn + self._waiting[0]
             try:
+                if self._descriptor < 0:
+                    self._descriptor = self._open()
                 written = os.write(self._descriptor, line)
             except OSError as error:
                 return error.strerror or str(error)

@@ -387,7 +387,7 @@ def forget(arena: Arena, keep: int | None) -> None:
     for index, header in enumerate(arena.headers()):
         if header.state != EMPTY and header.step != keep:
             arena.slot(index).store(NOTHING)
-        for why in (DISK, PEER, KEEPER):
+        for why in (DISK, PEER):  # KEEPER is the keeper's own: it may be writing this step
             arena.pin(index, False, why)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 INVITED = "another node asks"
+LAST = "stopped"
+"""the newest step of a run that has no live rank, before its memory is freed"""
 
 
 @dataclass(eq=False)
@@ -14,6 +16,10 @@ class Job:
     """persist, save, died, hung, stopped, the name of a trigger, INVITED"""
     step: int | None = None
     retention: tuple[int | None, int | None] = (None, None)
+    token: str | None = None
+    """The start of the run that asked for the step: a checkpoint that carries it is the one asked for."""
+    resumed: int | None = None
+    """The step that the run resumed from, which retention never removes."""
     request: str | None = None
     """Its file in the run's memory, so that a keeper that is killed is followed by one that knows."""
     trigger: Path | None = None
@@ -41,7 +47,15 @@ class Job:
     @classmethod
     def of_request(cls, name: str, record: dict[str, Any]) -> "Job":
         last, every = record.get("retention") or (None, None)
-        return cls(record["kind"], record.get("step"), (last, every), name, stop=record.get("stop", False))
+        return cls(
+            record["kind"],
+            record.get("step"),
+            (last, every),
+            record.get("token"),
+            record.get("resumed"),
+            name,
+            stop=record.get("stop", False),
+        )
 
     @property
     def answers(self) -> bool:

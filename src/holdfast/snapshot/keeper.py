@@ -2,36 +2,50 @@
 
     python -m holdfast.snapshot.keeper /dev/shm/holdfast-0/RUN-KEY
 
-The invariants: all it knows is in the run's memory folder, so a keeper that is killed is replaced by one that goes on
-from there; it removes only that folder, and only when all ranks have left it, or are dead and their state is on disk. No
-torch is imported.
+The invariants: all it knows is in the run's memory folder, so a keeper that is killed is replaced by one that goes on from there
+(what it had pinned for itself is released, requests are read again, and a step that is on disk already counts as written); it
+removes only that folder, and only when no rank is alive and the newest whole step in it is on disk. A round that fails is
+reported and tried again: no error of disk, memory or network ends the keeper. No torch is imported.
 """
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.folder import checkpoints_in, point_latest
 from holdfast.errors import HoldfastError
 from holdfast.journal import PatientJournal
 from holdfast.snapshot.arena import Arena, DamagedError
-from holdfast.snapshot.desk import FINISHED, RUNNING, STOPPED, Desk
+from holdfast.snapshot.desk import FINISHED, STOPPED, Desk
 from holdfast.snapshot.failed_saves import clear_failed_save, record_failed_save
-from holdfast.snapshot.job import INVITED, Job
+from holdfast.snapshot.job import INVITED, LAST, Job
+from holdfast.snapshot.keeper_status import claim_status
 from holdfast.snapshot.partners import Partners
 from holdfast.snapshot.persisting import (
     OvertakenError,
+    all_passed,
     common_steps,
     held_at,
+    is_published,
     newest_generation,
+    start_token,
     write_checkpoint,
 )
-from holdfast.snapshot.place import SERVE, Place, lock_keeper, open_arenas, read_json, write_json
+from holdfast.snapshot.place import (
+    SERVE,
+    Place,
+    lock_keeper,
+    open_arenas,
+    read_json,
+    remove_dead_temporaries,
+    write_json,
+)
+from holdfast.snapshot.rank_watch import RankWatch
+from holdfast.snapshot.slot_pins import pinned, release_killed_keepers, release_save
 from holdfast.snapshot.wishes import SAVE, STOP, TRIGGERS
 
 ROUND_SECONDS = 0.05
@@ -39,19 +53,19 @@ LINGER_SECONDS = 600.0
 VERIFY_SECONDS = 5.0
 RETRY_SECONDS = 5.0
 LISTEN_SECONDS = 10.0
-STACKS_SECONDS = 0.3
 SAVE_PATIENCE = 60.0
 MEETING_PATIENCE, MEETING_PATIENCE_AT_THE_END = 15.0, 5.0
 ENDING_SECONDS = 20.0
 
 
 class Keeper:
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, place: Place, status: Desk) -> None:
+        self.place, self._status = place, status
         self.journal = PatientJournal(place.folder / "events.jsonl")
         self.settings: dict[str, Any] = {}
         self._jobs: list[Job] = []
-        self._reported: set[tuple[int, int, str]] = set()
+        self._ranks = RankWatch(place, self.journal)
+        self._written: set[int] = set()
         self._next_verify = 0.0
         self._dead_since: float | None = None
         self._ending = False
@@ -64,24 +78,36 @@ class Keeper:
         self._ending = True
 
     def run(self) -> None:
+        release_killed_keepers(self.place)
         while self.place.path.exists():
-            self.settings = read_json(self.place.path / "settings.json") or self.settings
-            self._partners.nodes = list(dict.fromkeys(self.settings.get("nodes", [])))
-            self._exchange_with_peers()
-            desks = self._desks()
-            self._watch(desks)
-            self._take_triggers()
-            self._take_requests()
-            self._take_invitations()
-            self._work_on_jobs()
-            self._verify()
-            if self._over(desks):
-                return
+            try:
+                if self._round():
+                    return
+            except (HoldfastError, OSError) as error:
+                self._report_error(f"{type(error).__name__}: {error}; trying again")
+                time.sleep(1.0)
             time.sleep(ROUND_SECONDS)
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.place.folder / "checkpoints"
+    def _round(self) -> bool:
+        """Looks at everything once; True when the run has ended and its memory is freed."""
+        self.settings = read_json(self.place.path / "settings.json") or self.settings
+        self._partners.nodes = list(dict.fromkeys(self.settings.get("nodes", [])))
+        self._exchange_with_peers()
+        desks = self._desks()
+        patience, kill = self.settings.get("hang_seconds", 600.0), bool(self.settings.get("kill_hung"))
+        self._jobs += [Job(kind) for kind in self._ranks.look(desks, patience, kill)]
+        self._take_triggers()
+        self._take_requests()
+        self._take_invitations()
+        self._work_on_jobs()
+        self._verify()
+        return self._over(desks)
+
+    def _report_error(self, message: str) -> None:
+        """In the log, and on the status page for the trainer; the same one only once."""
+        if message != self._status.last_words:
+            self._status.say_last_words(message)
+            print(message, flush=True)
 
     def _desks(self) -> dict[int, Desk]:
         here = self.settings.get("here", [])
@@ -97,58 +123,6 @@ class Keeper:
                     arena.path.unlink(missing_ok=True)
                 arena.close()
         return chosen
-
-    def _watch(self, desks: dict[int, Desk]) -> None:
-        """Notices ranks that died without a word, and ranks that no longer give a sign of life."""
-        patience = self.settings.get("hang_seconds", 600.0)
-        for rank, desk in desks.items():
-            mark = (rank, desk["started"], "death")
-            if desk["status"] == RUNNING and not desk.occupied():
-                if mark not in self._reported:
-                    self._reported.add(mark)
-                    self._failure("died", rank, desk, desks)
-            elif desk.occupied() and desk.age > patience:
-                mark = (rank, desk["started"], "hang")
-                if mark not in self._reported:
-                    self._reported.add(mark)
-                    self._hang(rank, desk, desks)
-
-    def _failure(self, kind: str, rank: int, desk: Desk, desks: dict[int, Desk]) -> None:
-        stand = {str(r): f"step {d['step']}, {d.where}, {d.age:.1f} s ago" for r, d in desks.items()}
-        self.journal.event(
-            "failure",
-            kind=kind,
-            rank=rank,
-            step=desk["step"],
-            process=desk["process"],
-            cause=desk.last_words,
-            ranks=stand,
-        )
-        print(f"rank {rank} {kind} at step {desk['step']}: {desk.last_words or 'no last words'}; {stand}", flush=True)
-        self._jobs.append(Job(kind))
-
-    def _hang(self, rank: int, desk: Desk, desks: dict[int, Desk]) -> None:
-        for other in desks.values():
-            if other.occupied() and (self.place.path / f"{other.path.stem}.stacks").exists():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(other["process"], signal.SIGUSR2)
-        self._failure("hung", rank, desk, desks)
-        self._keep_stacks(desks)
-        if self.settings.get("kill_hung"):
-            for other in desks.values():
-                if other.occupied():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(other["process"], signal.SIGKILL)
-
-    def _keep_stacks(self, desks: dict[int, Desk]) -> None:
-        """Where every rank stood goes to the run folder; a rank that is stopped has nothing to say."""
-        time.sleep(STACKS_SECONDS)
-        for desk in desks.values():
-            stacks = self.place.path / f"{desk.path.stem}.stacks"
-            if stacks.exists() and stacks.stat().st_size:
-                target = self.place.folder / "stacks" / f"{desk.path.stem}.txt"
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(stacks, target)
 
     def _take_triggers(self) -> None:
         """The files `persist` and `error.txt` in the run folder: persist what is held, and stop the run."""
@@ -196,7 +170,7 @@ class Keeper:
                 job.ask_anew()
                 self.journal.event("refused", reason=str(error), step=job.step, tries=job.tries)
                 record_failed_save(self.place, job.step, str(error), retry_seconds)
-                print(f"{job.reason}: {error}; memory is kept, trying again", flush=True)
+                self._report_error(f"{job.reason}: {error}; memory is kept, trying again")
                 if job.answers:
                     self._finish(job, None, str(error))
             finally:
@@ -208,16 +182,21 @@ class Keeper:
         if self._trainers_see_to_it(job):
             return
         steps = [step for step in common_steps(arenas) if step not in job.damaged]
-        on_disk = dict(checkpoints_in(self.place.folder))
         step = steps[0] if steps else None
+        saved = self._saved(job, arenas, job.step if job.step is not None else step)
+        if saved is not None:
+            if job.step is not None:
+                point_latest(saved)
+            self._finish(job, saved, None)
+            return
         if job.step is not None:
             step = job.step if job.step in steps else None
-            waited = time.monotonic() - job.since > SAVE_PATIENCE or _passed(arenas, job.step)
+            waited = time.monotonic() - job.since > SAVE_PATIENCE or all_passed(arenas, job.step)
             if step is None and job.step not in job.damaged and not waited:
                 return  # some rank is still copying
         elif step is None and self._may_still_come(job):
             return
-        elif step is not None and step not in on_disk and self._partners.several:
+        elif step is not None and self._partners.several:
             step = self._partners.agree(job, steps)
             if step is None:
                 if not self._left_alone(job):
@@ -225,8 +204,6 @@ class Keeper:
                 step = steps[0] if job.reason != INVITED else None
         if step is None:
             self._finish(job, None, f"no step is held whole in memory (asked for: {job.step or 'the newest'})")
-        elif step in on_disk and job.step is None:
-            self._finish(job, on_disk[step], None)
         else:
             try:
                 self._finish(job, self._write(job, arenas, step), None)
@@ -236,6 +213,14 @@ class Keeper:
                 self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
                 job.damaged.append(step)
                 job.ask_anew()
+
+    def _saved(self, job: Job, arenas: list[Arena], step: int | None) -> Path | None:
+        """The checkpoint of this step, if it comes from the same start of the run: an earlier keeper may have written it."""
+        path = dict(checkpoints_in(self.place.folder)).get(step) if step is not None else None
+        if step is None or path is None:
+            return None
+        token = job.token or start_token(arenas, step)
+        return path if token is not None and is_published(path, token) else None
 
     def _trainers_see_to_it(self, job: Job) -> bool:
         """Several nodes that train: each keeper sees another step as the newest. So what is to be written is left to the ranks,
@@ -275,17 +260,10 @@ class Keeper:
     def _write(self, job: Job, arenas: list[Arena], step: int) -> Path:
         begin = time.perf_counter()
         slots = [found for arena in arenas if (found := held_at(arena, step))]
-        for found in slots:
-            found.arena.pin(found.index, True)
-        keep = job.step is not None
-        try:
-            path = write_checkpoint(arenas, step, self._checkpoints, job.retention, alone=job.alone)
-            keep = False
-        finally:
-            # what a trainer asked to save stays pinned until it is on disk
-            if not keep:
-                for found in slots:
-                    found.arena.pin(found.index, False)
+        with pinned(slots):
+            checkpoints, kept = self.place.folder / "checkpoints", (job.resumed, self._written)
+            path = write_checkpoint(arenas, step, checkpoints, job.retention, alone=job.alone, kept=kept)
+        self._written.add(step)
         clear_failed_save(self.place)
         if arenas[0].rank == 0:  # one word per checkpoint, however many nodes wrote it
             seconds = round(time.perf_counter() - begin, 4)
@@ -294,28 +272,27 @@ class Keeper:
         return path
 
     def _finish(self, job: Job, path: Path | None, trouble: str | None) -> None:
-        self._jobs.remove(job)
         if trouble:
-            print(f"{job.reason}: {trouble}", flush=True)
-        if job.reason == "save" and job.step is not None and path is None:
-            for arena in open_arenas(self.place.arenas(), self.place.key):
-                found = held_at(arena, job.step)
-                if found:
-                    arena.pin(found.index, False)
-                arena.close()
+            self._report_error(f"{job.reason}: {trouble}")
+            if job.reason == "save":
+                record_failed_save(self.place, job.step, trouble, None)
+        if job.reason == "save" and job.step is not None:
+            release_save(self.place, job.step)
         if job.request:
-            (self.place.requests / job.request).unlink(missing_ok=True)
             if job.answers:
                 answer = {"path": str(path) if path else None, "trouble": trouble}
                 write_json(self.place.requests / job.request.replace(".json", ".answer.json"), answer)
+            (self.place.requests / job.request).unlink(missing_ok=True)
         if job.trigger and path is not None:
             job.trigger.unlink(missing_ok=True)
+        self._jobs.remove(job)
 
     def _verify(self) -> None:
         """Now and then, at most a twentieth of the time: the newest common step is compared with its row sums."""
         if time.monotonic() < self._next_verify:
             return
         begin = time.monotonic()
+        remove_dead_temporaries(self.place)
         arenas = self.arenas()
         for step in common_steps(arenas)[:1]:
             for found in [held for arena in arenas if (held := held_at(arena, step))]:
@@ -348,7 +325,7 @@ class Keeper:
             try:
                 self._peers = Peers(self.place, self.journal)
             except (HoldfastError, OSError) as error:
-                print(f"no connection to the other nodes: {error}; trying again", flush=True)
+                self._report_error(f"no connection to the other nodes: {error}; trying again")
         if self._peers is not None:
             self._peers.round(self.settings)
 
@@ -364,9 +341,7 @@ class Keeper:
         if self._jobs and not self._ending:
             return False
         if desks and statuses <= {FINISHED, STOPPED}:
-            if STOPPED in statuses and not self._persist_last():
-                return False
-            return self._free()
+            return self._persist_last() and self._free()
         self._dead_since = self._dead_since or time.monotonic()
         if self._ending:
             deadline = time.monotonic() + ENDING_SECONDS
@@ -374,22 +349,20 @@ class Keeper:
                 time.sleep(ROUND_SECONDS)
             return True
         if time.monotonic() - self._dead_since > self.settings.get("linger_seconds", LINGER_SECONDS):
-            if not self._persist_last():
-                return False
-            return self._free()
+            return self._persist_last() and self._free()
         return False
 
     def _drop_what_is_pointless(self) -> None:
         """The run came to its end. What could not be written of a crash before that may need nodes that have left already."""
         for job in list(self._jobs):
-            if job.step is None:
+            if job.step is None and job.reason != LAST:
                 self._finish(job, None, "the run has ended")
 
     def _persist_last(self) -> bool:
         """The newest common step is on disk, or there is none."""
-        job = next((job for job in self._jobs if job.reason == "stopped"), None)
+        job = next((job for job in self._jobs if job.reason == LAST), None)
         if job is None:
-            job = Job("stopped")
+            job = Job(LAST)
             self._jobs.append(job)
         self._work_on_jobs()
         return job not in self._jobs
@@ -406,11 +379,6 @@ class Keeper:
         return True
 
 
-def _passed(arenas: list[Arena], step: int) -> bool:
-    """Whether every rank holds something newer: a step that is not there then does not come any more."""
-    return bool(arenas) and all(max(arena.ready_steps(), default=-1) > step for arena in arenas)
-
-
 def main(path: str) -> None:
     folder = Path(path)
     record = read_json(folder / "run.json")
@@ -421,9 +389,14 @@ def main(path: str) -> None:
     if lock is None:
         return
     os.nice(5)
+    status = claim_status(place)
     write_json(folder / "keeper.json", {"process": os.getpid(), "since": time.time()})
     print(f"keeper {os.getpid()} keeps {place.name}", flush=True)
-    Keeper(place).run()
+    try:
+        Keeper(place, status).run()
+    except BaseException as error:
+        status.say_last_words(f"{type(error).__name__}: {error}")
+        raise
 
 
 if __name__ == "__main__":

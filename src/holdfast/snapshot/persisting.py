@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,8 @@ from holdfast.snapshot.place import read_json, write_json
 
 ENTRY_SUFFIX, LIFE_SUFFIX = ".entry.json", ".life.json"
 LIFE_SECONDS = 1.0
+WRITE_SECONDS = 4 * 3600.0
+"""the longest that keepers wait for each other while all of them show life"""
 LOOKS = 3
 T = TypeVar("T")
 
@@ -127,6 +129,11 @@ def common_steps(arenas: Sequence[Arena]) -> list[int]:
     return whole
 
 
+def all_passed(arenas: list[Arena], step: int) -> bool:
+    """Whether every rank holds something newer: a step that is not there then does not come any more."""
+    return bool(arenas) and all(max(arena.ready_steps(), default=-1) > step for arena in arenas)
+
+
 def write_checkpoint(
     arenas: Sequence[Arena],
     step: int,
@@ -134,12 +141,14 @@ def write_checkpoint(
     retention: tuple[int | None, int | None] = (None, None),
     patience: float = 15.0,
     alone: bool = False,
+    kept: tuple[int | None, Collection[int]] = (None, ()),
 ) -> Path:
     """Writes the step that these arenas hold as a checkpoint. Over several nodes the keepers meet in one folder.
 
     The keeper with rank 0 waits for the others and gives the folder its name; if it does not come, a node that holds
     everything writes alone. A keeper that writes shows that it lives, and is waited for however long its disk takes; `patience`
     is for those that do not. `alone`: nobody is expected to come, so that a node that holds everything need not wait at all.
+    `kept`: for retention, the step that the run resumed from, and those that this process wrote.
     """
     held = {arena.rank: found for arena in arenas if (found := held_at(arena, step)) is not None}
     if len(held) != len(arenas) or not held:
@@ -151,7 +160,7 @@ def write_checkpoint(
         remove_dead_temporaries(checkpoints)
         if 0 in held:
             remove_earlier_starts(checkpoints, facts["token"])
-        if len(held) < facts["world"] and _is_published(final, facts["token"]):
+        if len(held) < facts["world"] and is_published(final, facts["token"]):
             pass  # another node had waited long enough, and wrote it alone
         elif len(held) == facts["world"]:
             _write_alone(held, facts["writers"], new_temporary(checkpoints, step), final)
@@ -162,7 +171,9 @@ def write_checkpoint(
         else:
             _follow(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, patience)
         if 0 in held:
-            retain(checkpoints, *retention, protect=[step], written=[step])
+            resumed, written = kept
+            protect = [step] if resumed is None else [step, resumed]
+            retain(checkpoints, *retention, protect=protect, written=[step, *written])
     except OSError as error:
         raise explain_os_error(error, final) from error
     return final
@@ -216,7 +227,7 @@ def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, fi
         for rank, found in held.items():
             _write_entry(temporary, found, rank in facts["writers"])
     others = _Watch(temporary, 2 * patience, besides=own)
-    while not _is_published(final, facts["token"]):
+    while not is_published(final, facts["token"]):
         if others.is_over():
             shutil.rmtree(temporary, ignore_errors=True)
             complete = _complete_set(facts, held)
@@ -256,22 +267,32 @@ class _Watch:
         self._folder, self._seconds = folder, seconds
         self._own = f"rank-{besides:05d}{LIFE_SUFFIX}"
         self._seen: dict[str, Any] = {}
-        self._since = time.monotonic()
+        self._since = self._began = time.monotonic()
 
     def is_over(self) -> bool:
         seen = {path.name: read_json(path) for path in self._folder.glob("*" + LIFE_SUFFIX) if path.name != self._own}
         seen |= {path.name: None for path in self._folder.glob("*" + ENTRY_SUFFIX)}
+        now = time.monotonic()
         if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
-        return time.monotonic() - self._since > self._seconds
+            self._seen, self._since = seen, now
+        return now - self._since > self._seconds or now - self._began > WRITE_SECONDS
 
 
-def _is_published(final: Path, token: str) -> bool:
+def is_published(final: Path, token: str) -> bool:
     """Whether the checkpoint is there and comes from this start of the run; an earlier one may have left its own of that step."""
     try:
         return read_manifest(final).shared.get("start") == token
-    except HoldfastError:
+    except (HoldfastError, OSError):
         return False
+
+
+def start_token(arenas: Sequence[Arena], step: int) -> str | None:
+    """The start of the run that this step in memory comes from."""
+    for arena in arenas:
+        if (held := held_at(arena, step)) is not None:
+            with contextlib.suppress(DamagedError, OvertakenError):
+                return str(held.small["token"])
+    return None
 
 
 def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> None:

@@ -2,7 +2,8 @@
 
     /dev/shm/holdfast-UID/NAME-0123456789abcdef/
         run.json                              name, run folder, boot
-        keeper.lock, keeper.json              who keeps it: a lock that ends with its holder; process and port
+        keeper.lock, keeper.json              who keeps it: a lock that ends with its holder; its process
+        keeper.status                         the keeper's heartbeat and last error
         rank-00000.desk                       a rank's desk
         rank-00000-of-00002.PLAN.arena        a rank's memory
         peer-HOST-rank-...arena               a copy held for another node
@@ -35,7 +36,7 @@ import orjson
 from holdfast.errors import HoldfastError
 from holdfast.publish import temporary_beside
 from holdfast.snapshot.arena import Arena, DamagedError
-from holdfast.snapshot.desk import Desk
+from holdfast.snapshot.desk import Desk, start_time
 
 MEMORY = "/dev/shm"
 STALE_SECONDS = 24 * 3600.0
@@ -44,6 +45,8 @@ SERVE = "serve"
 """a file in the run's memory: other nodes restore from what this one holds"""
 ARENA_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 PEER_FILE = re.compile(r"peer-(?P<node>.+)-rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
+
+TEMPORARY_FILE = re.compile(r"\..+\.(?P<process>\d+)(-[0-9a-f]{8})?\.tmp|pulled-(?P<puller>\d+)-[0-9a-f]+\.arena")
 
 
 def user_folder(memory: Path | str = MEMORY) -> Path:
@@ -167,8 +170,11 @@ def find_place(run: str, memory: Path | str = MEMORY) -> Place:
 
 def remove_stale(memory: Path | str, keep: Place) -> list[str]:
     """Frees what dead runs left behind: no process keeps or uses it, and it is of another boot, or no rank gave a sign of life
-    for a day."""
+    for a day. What a keeper was freeing when it was killed goes at once."""
     removed = []
+    for entry in _entries(user_folder(memory)):
+        if entry.name.startswith(".") and entry.suffix == ".freed":
+            shutil.rmtree(entry, ignore_errors=True)
     for place in places(memory):
         if place.path == keep.path:
             continue
@@ -177,6 +183,14 @@ def remove_stale(memory: Path | str, keep: Place) -> list[str]:
                 place.free()
                 removed.append(place.name)
     return removed
+
+
+def remove_dead_temporaries(place: Place) -> None:
+    """Removes what ranks that were killed while they started left in this memory: arenas and records without a final name."""
+    for entry in _entries(place.path) + _entries(place.requests):
+        match = TEMPORARY_FILE.fullmatch(entry.name)
+        if match and not start_time(int(match["process"] or match["puller"])):
+            entry.unlink(missing_ok=True)
 
 
 def _is_stale(place: Place) -> bool:

@@ -34,12 +34,13 @@ from holdfast.checkpoint.state import State
 from holdfast.errors import HoldfastError
 from holdfast.journal import PatientJournal
 from holdfast.progress import say
+from holdfast.snapshot.arena import DamagedError
 from holdfast.snapshot.copying import Copy
 from holdfast.snapshot.desk import FINISHED, STOPPED, Desk, desk_name
-from holdfast.snapshot.failed_saves import FailedSaveReport
 from holdfast.snapshot.holder import Holder
+from holdfast.snapshot.keeper_client import KeeperClient
 from holdfast.snapshot.nan_guard import NanGuard
-from holdfast.snapshot.place import MEMORY, Place, keeper_alive, open_private, remove_stale, write_json
+from holdfast.snapshot.place import MEMORY, Place, open_private, remove_stale, write_json
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.smallstate import Extra, random_state
 from holdfast.snapshot.starting import start_keeper
@@ -47,9 +48,8 @@ from holdfast.snapshot.team import Heard, Team
 from holdfast.snapshot.wishes import SAVE, STOP, Wishes
 from holdfast.system.run_claim import RunClaim, claim_run
 
-KEEPER_CHECK_SECONDS = 2.0
 MOVE_IN_SECONDS = 10.0
-CLOSE_SECONDS, ANNOUNCE_SECONDS = 600.0, 5.0
+CLOSE_SECONDS = 600.0
 SLOW_COPY_SECONDS = 60.0
 LARGE_SMALL_STATE = 16 << 20
 SAVING, PLANNING = "save", "plan"
@@ -108,8 +108,10 @@ class Snapshots:
         self._stop_agreed = self._save_waits = self._save_wished = False
         self._plan_heard = self._skipping = False
         self._takes_unasked = 0
-        self._last_keeper_check = 0.0
-        self._failed_saves = FailedSaveReport(self.place)
+        self._resumed: int | None = None
+        self._requested: tuple[int, str] | None = None
+        """the last save that the keeper was asked for: step, and the start of the run that it comes from"""
+        self._keeper = KeeperClient(self.place)
         self.nan_guard = NanGuard(self.folder)
         self._move_in()
         self._holder = Holder(self.state, self.team, self.place, mode, self.desk)
@@ -214,6 +216,7 @@ class Snapshots:
             raise
         self._step = found.step
         self._saved = 0 if found.in_place else found.step  # what came from disk is there
+        self._resumed, self._requested = found.step, None
         self._committed = found.step if found.in_place else None
         self._sequence = found.sequence
         self._holder.adopt(found.arena)
@@ -304,19 +307,31 @@ class Snapshots:
         self._save_waits = any(pinned for pinned, _ in told) or len({ready for _, ready in told}) > 1
         if self._save_waits:
             return
-        step = self._ready
+        step, token = self._ready, self._pin_for_save(self._ready)
         path = self.place.requests / f"{time.monotonic_ns():020d}-save.json"
-        asked = self._holder.pin(step)
+        asked = all(self.team.gather(token is not None))  # all slots are pinned before any keeper may release them
         try:
             if asked and self.team.first_here:
-                write_json(path, {"kind": "save", "step": step, "retention": self._retention})
+                request = {"kind": "save", "step": step, "token": token, "retention": self._retention}
+                write_json(path, {**request, "resumed": self._resumed})
         except OSError as error:
             asked = False
             self._report("not saved", step, f"the request to the keeper could not be written: {error}")
-        if not all(self.team.gather(asked)):
+        if all(self.team.gather(asked)):
+            self._requested = (step, str(token))
+        else:
             self._holder.pin(step, False)
             path.unlink(missing_ok=True)
             self._save_waits = True
+
+    def _pin_for_save(self, step: int) -> str | None:
+        """Pins the slot of this step; the start of the run that its content comes from, or None if it is not held."""
+        try:
+            found = self._holder.arena.find(step) if self._holder.arena is not None else None
+            token = str(found[0].small_state(found[1])["token"]) if found is not None else None
+        except DamagedError:
+            return None
+        return token if self._holder.pin(step) else None
 
     def stop_requested(self) -> bool:
         """True on all ranks after the same step, when anybody asked the run to stop. Ask it once per step, after `take`."""
@@ -339,52 +354,56 @@ class Snapshots:
         """
         self._finish_copy()
         stopped = self._stop_agreed or sys.exception() is not None
-        if self._step not in (0, self._saved) and not stopped:
-            self._save_last()
         deadline = time.monotonic() + CLOSE_SECONDS
-        while self._save_waits and all(self.team.gather(keeper_alive(self.place) and time.monotonic() < deadline)):
-            time.sleep(0.05)
-            self._look_after_keeper()
-            # A rank that had no slot for the last step would wait for ever for the others to hold what it holds.
-            if not self._holder.pinned():
-                self._hold(self._step)
-            self._save_newest()
+        if not stopped:
+            self._finish_saves(deadline)
         self._holder.close()
         self.desk["status"] = STOPPED if stopped else FINISHED
         self.desk.beat(6)
         if self._run_claim is not None:
             self._run_claim.release()
         self._wishes.close()
-        self.event("finished", step=self._step, stopped=stopped, reason=self._wishes.reason, skipped=self.skipped)
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-        if self.team.first_here and not stopped:
-            self._wait_for_keeper()
-
-    def _save_last(self) -> None:
         try:
-            self.save(self._step)
+            if not stopped:
+                self._wait_for_keeper(deadline)
+            self.event("finished", step=self._step, stopped=stopped, reason=self._wishes.reason, skipped=self.skipped)
         except HoldfastError as error:
-            say(f"warning: step {self._step} is not on disk: {error}")
+            self.event("refused", reason=str(error), step=self._step)
+            raise
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+                self._journal = None
 
-    def _wait_for_keeper(self) -> None:
-        """Until what was asked to be saved is on disk. A disk that stays full must not hold the job for ever: memory is kept."""
-        began = time.monotonic()
-        announced = False
-        while self.place.path.exists() and keeper_alive(self.place):
-            waited = time.monotonic() - began
-            self._failed_saves.update()
-            if waited > ANNOUNCE_SECONDS and not announced:
-                announced = True
-                say(f"waiting up to {CLOSE_SECONDS:.0f} s until step {self._step} is on disk")
-            if waited > CLOSE_SECONDS:
-                say(
-                    f"step {self._step} is not on disk yet; the keeper holds it in memory and tries again (see "
-                    f"{self.place.path}/keeper.log)"
+    def _finish_saves(self, deadline: float) -> None:
+        """The last step is asked to be saved, once the keeper is done with an earlier one."""
+        if self._step not in (0, self._saved):
+            self.save(self._step)
+        while self._save_waits and all(self.team.gather(time.monotonic() < deadline and not self._keeper.has_failed())):
+            time.sleep(0.05)
+            self._look_after_keeper()
+            # A rank that had no slot for the last step would wait for ever for the others to hold what it holds.
+            if not self._holder.pinned():
+                self._hold(self._step)
+            self._save_newest()
+
+    def _wait_for_keeper(self, deadline: float) -> None:
+        """Until the last step is on disk; all ranks raise the same error if it is not within the limits."""
+        trouble: Exception | None = None
+        step, token = self._requested or (self._saved, "")
+        if self._save_waits:
+            step, token = self._step, ""
+        try:
+            if self.team.first_here and (self._requested or self._save_waits):
+                self._keeper.wait_for_save(step, token, deadline)
+            if step != self._step:
+                raise HoldfastError(
+                    f"step {self._step} is not on disk: it could not be copied to {self.place.path}. Step {step} is the last that "
+                    f"was saved to {self.folder}"
                 )
-                return
-            time.sleep(0.02)
+        except (HoldfastError, OSError) as error:
+            trouble = error
+        agree(trouble, self.team.group)
 
     def event(self, name: str, **details: Any) -> None:
         """One line in the run's events.jsonl, from rank 0."""
@@ -481,13 +500,9 @@ class Snapshots:
         }
 
     def _look_after_keeper(self) -> None:
-        """A keeper that died is replaced; the new one finds everything where it was."""
-        now = time.monotonic()
-        if self.team.first_here and now - self._last_keeper_check > KEEPER_CHECK_SECONDS:
-            self._last_keeper_check = now
-            self._failed_saves.update()
-            if not keeper_alive(self.place):
-                start_keeper(self.place)
+        """A keeper that died or hangs is replaced; the new one finds everything where it was."""
+        if self.team.first_here:
+            self._keeper.check()
 
     def _report(self, what: str, step: int, reason: str) -> None:
         self.skipped += 1
