@@ -94,8 +94,7 @@ class Keeper:
         self._partners.nodes = list(dict.fromkeys(self.settings.get("nodes", [])))
         self._exchange_with_peers()
         desks = self._desks()
-        patience, kill = self.settings.get("hang_seconds", 600.0), bool(self.settings.get("kill_hung"))
-        self._jobs += [Job(kind) for kind in self._ranks.look(desks, patience, kill)]
+        self._jobs += [Job(kind) for kind in self._ranks.look(desks, self.settings)]
         self._take_triggers()
         self._take_requests()
         self._take_invitations()
@@ -216,11 +215,9 @@ class Keeper:
 
     def _saved(self, job: Job, arenas: list[Arena], step: int | None) -> Path | None:
         """The checkpoint of this step, if it comes from the same start of the run: an earlier keeper may have written it."""
-        path = dict(checkpoints_in(self.place.folder)).get(step) if step is not None else None
-        if step is None or path is None:
-            return None
-        token = job.token or start_token(arenas, step)
-        return path if token is not None and is_published(path, token) else None
+        path = dict(checkpoints_in(self.place.folder)).get(-1 if step is None else step)
+        token = job.token or start_token(arenas, -1 if step is None else step)
+        return path if path is not None and token is not None and is_published(path, token) else None
 
     def _trainers_see_to_it(self, job: Job) -> bool:
         """Several nodes that train: each keeper sees another step as the newest. So what is to be written is left to the ranks,

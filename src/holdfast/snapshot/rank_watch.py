@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import time
+from typing import Any
 
 from holdfast.journal import Journal
 from holdfast.snapshot.desk import RUNNING, Desk, process_alive
@@ -39,8 +40,9 @@ class RankWatch:
         self._reported: set[tuple[int, int, str]] = set()
         self._silences: dict[tuple[int, int], Silence] = {}
 
-    def look(self, desks: dict[int, Desk], patience: float, kill_hung: bool) -> list[str]:
+    def look(self, desks: dict[int, Desk], settings: dict[str, Any]) -> list[str]:
         """What is new: `died` or `hung`, once for each rank that did."""
+        patience, kill_hung = settings.get("hang_seconds", 600.0), bool(settings.get("kill_hung"))
         found = []
         for rank, desk in desks.items():
             started = desk["started"]

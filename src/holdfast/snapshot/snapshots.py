@@ -398,8 +398,8 @@ class Snapshots:
                 self._keeper.wait_for_save(step, token, deadline)
             if step != self._step:
                 raise HoldfastError(
-                    f"step {self._step} is not on disk: it could not be copied to {self.place.path}. Step {step} is the last that "
-                    f"was saved to {self.folder}"
+                    f"step {self._step} is not on disk: it could not be copied to {self.place.path}. Step {step} is the last "
+                    f"that was saved to {self.folder}"
                 )
         except (HoldfastError, OSError) as error:
             trouble = error
