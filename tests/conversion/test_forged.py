@@ -149,6 +149,19 @@ def test_a_flipped_bit_in_a_zip_member_is_noticed(tmp_path, target):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_flipped_bit_is_noticed_before_text_is_generated(tmp_path):
+    from holdfast.generation.loading import load_model
+
+    spec = Spec()
+    source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), orig_vocab_size=spec.vocab)
+    path = source / "iter_0000100/mp_rank_00/model_optim_rng.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"/data/0FB") + 1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(HoldfastError, match="CRC-32"):
+        load_model(source)
+
+
 def test_a_file_saved_without_checksums_is_read(tmp_path):
     spec = Spec()
     try:

@@ -112,6 +112,18 @@ def test_a_manifest_of_empty_lists(tmp_path):
     assert "MANIFEST.json" in refuse(tmp_path / "run")
 
 
+def test_a_run_with_hostile_files_beside_its_checkpoint(tmp_path):
+    from .holdfast_runs import GPT2_TINY, build_gpt, write_run
+
+    run = write_run(tmp_path / "run", GPT2_TINY, build_gpt(GPT2_TINY))
+    (run / "tokenizer").mkdir()
+    sparse(run / "tokenizer/recipe.json", 3 << 30)
+    assert "recipe.json" in refuse(run)
+    (run / "tokenizer/recipe.json").unlink()
+    os.mkfifo(run / "tokenizer/recipe.json")
+    assert "not a regular file" in refuse(run)
+
+
 def deflated_zip(size: int, declared: int, padding: int = 0) -> bytes:
     """A member of `size` zero bytes that declares another size; `padding` makes its ratio look harmless."""
     squeeze, block, crc = zlib.compressobj(9, zlib.DEFLATED, -15), bytes(64 << 20), 0

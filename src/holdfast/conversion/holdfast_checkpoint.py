@@ -33,10 +33,13 @@ from holdfast.conversion.model import (
 )
 from holdfast.conversion.stream import Plan, PlannedFile
 from holdfast.conversion.tensors import WIDTHS, Piece, Tensor, bits_type
+from holdfast.conversion.tokenizer_files import check_size
 from holdfast.conversion.zips import map_file
 from holdfast.errors import HoldfastError
+from holdfast.system.bounded_files import read_bounded
 from holdfast.tokenizers.folder import KEYS, folder_contents, folder_names, read_folder
 
+MAX_CONFIG_BYTES = 1 << 20
 HEAD_NOTE = (
     "BERT's trunk uses the tanh GELU and its language model head the exact one; Holdfast has the tanh form in both, so the "
     "head's activations differ by at most 4.8e-4"
@@ -96,6 +99,7 @@ def config_of(path: Path, checkpoint: Checkpoint) -> Config:
         return config_from_tables(known, source=str(checkpoint.path))
     for folder in _run_folders(path, checkpoint):
         if (folder / "config.toml").is_file():
+            read_bounded(folder / "config.toml", MAX_CONFIG_BYTES, "configuration")
             return read_config(folder / "config.toml")
     raise HoldfastError(
         f"{checkpoint.path} does not say its model's configuration, and there is no config.toml beside it"
@@ -110,6 +114,8 @@ def _run_folders(path: Path, checkpoint: Checkpoint) -> tuple[Path, ...]:
 def _tokenizer(path: Path, checkpoint: Checkpoint, data: DataConfig) -> dict[str, str]:
     """The run's own copy; for a run without one the files that its configuration names."""
     for folder in _run_folders(path, checkpoint):
+        for file in (folder / "tokenizer").glob("*"):
+            check_size(file)
         if carried := read_folder(folder / "tokenizer"):
             return {**carried.names, "digest": carried.recipe.digest}
     return {key: getattr(data, key) for key in KEYS if getattr(data, key)}

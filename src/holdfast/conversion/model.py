@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from holdfast.conversion.tensors import Tensor
-from holdfast.conversion.zips import Region
+from holdfast.conversion.zips import Region, check_crc
 from holdfast.errors import HoldfastError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -112,6 +112,12 @@ class Model:
     """Files of a Hugging Face source's tokenizer that another Hugging Face folder takes as they are."""
     padding: dict[str, Tensor] = field(default_factory=dict)
     """Rows that Megatron's padding had, from the side file of an earlier conversion."""
+
+
+def check_sources(model: Model) -> None:
+    """Compares every part of the source that has a checksum with it: for reading a model without converting it."""
+    for region, crc in model.unchecked.values():
+        check_crc(region, crc)
 
 
 def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:

@@ -72,7 +72,7 @@ def read_tokenizer(names: Mapping[str, str], positions: int) -> TokenizerFiles:
     paths = {key: path for key, (_, path) in source_files(kind, *(names.get(key) for key in FILE_KEYS)).items()}
     found = {"tokenizer_type": kind, **{key: str(path) for key, path in paths.items() if key in FILE_KEYS}}
     for path in paths.values():
-        _check_size(path)
+        check_size(path)
     if kind == "GPT2BPETokenizer":
         return _byte_level(found, paths["vocab_file"], paths["merge_file"], positions)
     if kind in BY_VOCABULARY["bert"]:
@@ -82,7 +82,7 @@ def read_tokenizer(names: Mapping[str, str], positions: int) -> TokenizerFiles:
     return _copied(found, paths["tokenizer_model"])
 
 
-def _check_size(path: Path) -> None:
+def check_size(path: Path) -> None:
     """Refuses what is not a regular file of a size that a tokenizer's files can have."""
     if count_json_values(read_bounded(path, MAX_BYTES, "file of a tokenizer")) > MAX_VALUES:
         raise HoldfastError(f"{path} has more than {MAX_VALUES:,} values, which no tokenizer has")

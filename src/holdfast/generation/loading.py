@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from holdfast.conversion.holdfast_checkpoint import config_for
-from holdfast.conversion.model import Model
+from holdfast.conversion.model import Model, check_sources
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.tensors import Tensor
 from holdfast.conversion.tokenizer_files import choose_tokenizer
@@ -47,6 +47,7 @@ def load_model(
     `tokenizer`: vocab_file, merge_file, tokenizer_model and tokenizer_type, for a model that names none.
     """
     source = read_model(Path(path))
+    check_sources(source)
     if source.architecture.family != "gpt":
         raise HoldfastError(
             f"{path} holds a BERT model, which does not generate text; convert it with --to hf and use it there"
