@@ -62,6 +62,7 @@ class Holder:
         self._values: list[Any] = []
         self._addresses, self._ids, self._tensor_ids = list[int](), list[int](), list[int]()
         self._held: list[Any] = []
+        self._stale = False
 
     def adopt(self, arena: Arena | None) -> None:
         """Memory of this rank that was opened to resume from: not opened and mapped again, if the plan is still the same."""
@@ -71,18 +72,17 @@ class Holder:
 
     def changed(self) -> bool:
         """Whether the tensors differ in number, shape or place from those that all ranks agreed on: `make_plan` is needed."""
-        if self._copier is None:
-            return True
-        if not self._replaced():
-            return False
+        self._stale = self._copier is None or self._replaced()
+        if self._copier is None or not self._stale:
+            return self._stale
         try:
             return encode_held(self._state.items()) != self._held
         except HoldfastError:
             return True  # make_plan raises it, on all ranks
 
     def refresh(self) -> None:
-        """Copies show the tensors as they are now, and there is room for the small state. The plan fits."""
-        if self._replaced() or (self._outgrown() and self._grow()):
+        """Copies show the tensors as `changed` found them, and there is room for the small state. The plan fits."""
+        if self._stale or (self._outgrown() and self._grow()):
             self._renew_copier(self._state.items())
 
     def make_plan(self, small_bytes: Callable[[], int]) -> None:
@@ -100,6 +100,7 @@ class Holder:
 
     def _renew_copier(self, items: Sequence[Item]) -> None:
         self._watch()
+        self._stale = False
         if self._copier is not None:
             self._copier.close()
         self._copier = Copier(items, self._layout, self._on_ready)
