@@ -27,7 +27,7 @@ def step(tmp_path_factory):
 
 
 def forge(step, change):
-    """Writes the manifest anew with something changed in it and with the checksum that this content has."""
+    """Rewrites the manifest with a change, and with the checksum of the changed content."""
     path = step / "MANIFEST.json"
     original = path.read_bytes()
     record = orjson.loads(original)

@@ -283,6 +283,6 @@ def test_sigterm_leaves_nothing(tmp_path):
         assert child.poll() is None, child.stderr.read()
         time.sleep(0.002)
     child.send_signal(signal.SIGTERM)
-    _, said = child.communicate(timeout=60)
-    assert child.returncode not in (0, 1) and "Traceback" not in said
+    _, printed = child.communicate(timeout=60)
+    assert child.returncode not in (0, 1) and "Traceback" not in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

@@ -59,7 +59,7 @@ def test_an_unknown_arg_is_refused_unless_the_user_ignores_it(tmp_path):
     with pytest.raises(HoldfastError, match=r"twist_layers = 3 .* --ignore-args twist_layers"):
         convert(source, tmp_path / "out")
     convert(source, tmp_path / "out", ignore_args=("twist_layers",))
-    assert "args.twist_layers = 3 ignored, as --ignore-args says" in read_model(source, ignored=["twist_layers"]).notes
+    assert "args.twist_layers = 3 ignored (--ignore-args)" in read_model(source, ignored=["twist_layers"]).notes
 
 
 def test_args_of_training_and_layout_pass(tmp_path):

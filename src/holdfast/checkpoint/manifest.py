@@ -97,7 +97,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path | str, *, untrusted: bool = False) -> Manifest:
     """The manifest of a checkpoint folder. An absent, damaged or forged one is a HoldfastError that names it.
 
-    `untrusted`: the folder may come from anybody, so that its manifest may be no larger than that of a large run.
+    `untrusted`: the folder may be forged; its manifest may be no larger than that of a large run.
     """
     file = Path(path) / FILE_NAME
     if not file.is_file():

@@ -62,7 +62,7 @@ def plan_huggingface(
 
 
 def _generation(model: Model, special_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json: that of a Hugging Face source, completed by what the configuration says."""
+    """generation_config.json: that of a Hugging Face source, completed from the configuration."""
     if model.generation:
         return {**special_ids, **model.generation}
     end = special_ids.get("eos_token_id")

@@ -45,7 +45,7 @@ FINAL_NORM = ("final_layernorm", "final_norm")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the source says about its function, read a second time."""
+    """The settings of the source that decide its function, read a second time."""
 
     heads: int
     groups: int

@@ -1,6 +1,6 @@
 """Which of Megatron's args reach the model's function: every one is understood, harmless, or refused by name.
 
-The invariant: no arg is ignored because nobody thought of it. The names are those of all releases up to core 0.19; an unknown
+The invariant: no arg is ignored by oversight. The names are those of all releases up to core 0.19; an unknown
 name passes only with a value that switches nothing on (None, False, 0, empty), or if the user lists it in --ignore-args.
 """
 
@@ -152,5 +152,5 @@ def check_settings(args: Mapping[str, Any], ignored: Collection[str] = ()) -> li
                     f"args.{name} = {value} is not an arg that Holdfast knows; if it does not change what the model computes, "
                     f"convert with --ignore-args {name}"
                 )
-            notes.append(f"args.{name} = {value} ignored, as --ignore-args says")
+            notes.append(f"args.{name} = {value} ignored (--ignore-args)")
     return notes

@@ -1,8 +1,8 @@
 """`--verify`: what was written is read again and compared with the source, as bits and as a function.
 
 The invariant: a conversion that fails here has not appeared under its final name. Logits are compared like with like: where the
-user asked for another element type, the source's weights are rounded first, and where BERT's head has another GELU (said in a
-note), the source's head is given that one. Then only the rounding of fp64 is left, in every case, and one tolerance holds.
+user asked for another element type, the source's weights are rounded first, and where BERT's head has another GELU (a note
+names it), the source's head is given that one. Then only the rounding of fp64 is left, in every case, and one tolerance holds.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def verify_conversion(
 ) -> dict[str, Any]:
     """Compares the written folder with the source; gives the largest difference of the logits.
 
-    `heads` and `version` are what the user said about a Megatron source.
+    `heads` and `version` are the user's flags for a Megatron source.
     """
     _verify_contents(folder, plan)
     _verify_tokenizer(folder, tokenizer)
@@ -96,7 +96,7 @@ def _rounded(model: Model, target: Model) -> str | None:
 
 
 def _head_may_differ(wanted: Side, given: Side) -> bool:
-    """One GELU for trunk and head where the source has two, or Megatron-core's exact head: both are said in a note."""
+    """One GELU for trunk and head where the source has two, or Megatron-core's exact head: a note names both."""
     return wanted.activation != wanted.head_activation or given.activation != given.head_activation
 
 

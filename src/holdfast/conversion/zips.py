@@ -220,7 +220,7 @@ def _inflated(packed: Region, name: str) -> Iterator[bytes]:
     except zlib.error:
         raise HoldfastError(f"{name} is damaged: it does not inflate") from None
     if not inflater.eof or inflater.unused_data:
-        raise HoldfastError(f"{name} is damaged: its compressed data do not end where the zip says")
+        raise HoldfastError(f"{name} is damaged: its compressed data do not end at the size that the zip declares")
 
 
 def _bad_zip(region: Region, reason: str) -> NoReturn:
