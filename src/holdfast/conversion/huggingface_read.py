@@ -9,8 +9,8 @@ from holdfast.conversion.archives import load_torch
 from holdfast.conversion.budget import MAX_FILES, Budget
 from holdfast.conversion.huggingface_config import architecture_from_config
 from holdfast.conversion.huggingface_names import BUFFERS, from_huggingface
-from holdfast.conversion.megatron_read import flatten
 from holdfast.conversion.model import Architecture, Model, check_complete, known_special_ids, valid_ids
+from holdfast.conversion.rank_files import flatten
 from holdfast.conversion.safetensors_files import read_safetensors
 from holdfast.conversion.tensors import Tensor
 from holdfast.conversion.zips import Region, map_file

@@ -7,8 +7,8 @@ from typing import Any
 
 from holdfast.conversion.archives import is_torch_file, load_torch
 from holdfast.conversion.budget import Budget
-from holdfast.conversion.megatron_read import find_rank_files
 from holdfast.conversion.model import Model
+from holdfast.conversion.rank_files import find_rank_files
 from holdfast.conversion.sources import kind_of, read_model
 from holdfast.errors import HoldfastError
 from holdfast.inspection import Description, Reader

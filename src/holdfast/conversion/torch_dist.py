@@ -14,7 +14,6 @@ from holdfast.conversion.megatron_args import architecture_from_args, architectu
 from holdfast.conversion.megatron_names import canonical_name
 from holdfast.conversion.megatron_read import (
     drop_tied_copy,
-    iteration_folder,
     said_vocabulary,
     split_gate,
     tokenizer_of,
@@ -22,6 +21,7 @@ from holdfast.conversion.megatron_read import (
 from holdfast.conversion.megatron_settings import check_settings
 from holdfast.conversion.model import MAX_LAYERS, WORD_EMBEDDINGS, Model, check_complete
 from holdfast.conversion.pickles import Record, attributes, load_pickle, plain_attributes
+from holdfast.conversion.rank_files import iteration_folder
 from holdfast.conversion.tensors import Piece, Tensor
 from holdfast.conversion.zips import Region, map_file
 from holdfast.errors import HoldfastError

@@ -20,7 +20,7 @@ from holdfast.conversion.holdfast_checkpoint import config_of
 from holdfast.conversion.huggingface_names import with_prefixes
 from holdfast.conversion.huggingface_read import read_json, read_weights
 from holdfast.conversion.megatron_forward import Part, Settings, find, run_megatron
-from holdfast.conversion.megatron_read import flatten, iteration_folder, read_ranks
+from holdfast.conversion.rank_files import flatten, iteration_folder, read_ranks
 from holdfast.conversion.raw_tensors import Array, Raw, floats, raw_of, raw_of_stored
 from holdfast.conversion.sources import kind_of
 from holdfast.conversion.tensors import bits_type
