@@ -31,7 +31,8 @@ def test_too_little_memory_is_refused_with_the_size_to_give(tmp_path, memory):
     assert int(size) << 20 > 3 * free
     assert not list(memory.rglob("*.arena"))
     assert "refused" in (tmp_path / "events.jsonl").read_text()
-    snapshots.close()
+    with pytest.raises(HoldfastError, match="step 1 is not on disk: .* too small"):
+        snapshots.close()
 
 
 def test_an_optimizer_state_that_cannot_be_held_is_refused_by_name(tmp_path, memory):
@@ -49,7 +50,8 @@ def test_an_optimizer_state_that_cannot_be_held_is_refused_by_name(tmp_path, mem
     optimizer.step(closure)
     with pytest.raises(HoldfastError, match=r"keeps a list as al of weight"):
         snapshots.take(1)
-    snapshots.close()
+    with pytest.raises(HoldfastError, match="step 1 is not on disk: the optimizer keeps a list"):
+        snapshots.close()
 
 
 def load_all(optimizer):

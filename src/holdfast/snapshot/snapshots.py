@@ -355,8 +355,12 @@ class Snapshots:
         self._finish_copy()
         stopped = self._stop_agreed or sys.exception() is not None
         deadline = time.monotonic() + CLOSE_SECONDS
-        if not stopped:
-            self._finish_saves(deadline)
+        unsaved: HoldfastError | None = None
+        try:
+            if not stopped:
+                self._finish_saves(deadline)
+        except HoldfastError as error:  # on all ranks
+            unsaved = error
         self._holder.close()
         self.desk["status"] = STOPPED if stopped else FINISHED
         self.desk.beat(6)
@@ -364,6 +368,8 @@ class Snapshots:
             self._run_claim.release()
         self._wishes.close()
         try:
+            if unsaved is not None:
+                raise HoldfastError(f"step {self._step} is not on disk: {unsaved}") from unsaved
             if not stopped:
                 self._wait_for_keeper(deadline)
             self.event("finished", step=self._step, stopped=stopped, reason=self._wishes.reason, skipped=self.skipped)
