@@ -11,8 +11,10 @@ import pytest
 
 from holdfast.errors import HoldfastError
 from holdfast.journal import read_journal
+from holdfast.snapshot import keeper_client
 from holdfast.snapshot.arena import KEEPER, SLOTS, Arena
 from holdfast.snapshot.desk import FINISHED, Desk, desk_name, start_time
+from holdfast.snapshot.failed_saves import record_failed_save
 from holdfast.snapshot.place import keeper_alive, read_json, remove_stale, write_json
 from holdfast.snapshot.rank_watch import Silence
 from holdfast.snapshot.starting import start_keeper
@@ -184,6 +186,42 @@ def test_a_keeper_that_cannot_start_is_reported_with_its_log(run):
     (place.path / "run.json").write_text("damaged")
     with pytest.raises(HoldfastError, match="does not start: .*is not the memory of a run"):
         start_keeper(place)
+
+
+def test_a_keeper_that_ends_again_and_again_is_reported_once_and_given_up(run, monkeypatch, capfd):
+    monkeypatch.setattr(keeper_client, "CHECK_SECONDS", 0.5)
+    place = place_of(run)
+    place.make()
+    (place.path / "run.json").write_text("damaged")
+    client = keeper_client.KeeperClient(place)
+
+    def failed():
+        client.check()
+        return client.has_failed()
+
+    wait_for(failed, "the client to give up")
+    (warning,) = capfd.readouterr().err.splitlines()
+    assert "soon after its start" in warning and "is not the memory of a run" in warning
+    with pytest.raises(HoldfastError, match=r"step 7 is not on disk: .*holdfast persist"):
+        client.wait_for_save(7, "token", time.monotonic() + 60)
+
+
+def test_an_earlier_failure_does_not_count_against_the_last_save(run, monkeypatch):
+    monkeypatch.setattr(keeper_client, "FAILED_SAVE_SECONDS", 0.5)
+    monkeypatch.setattr(keeper_client, "CHECK_SECONDS", 0.0)
+    run.folder.mkdir()
+    place = place_of(run)
+    place.make()
+    write_json(place.path / "settings.json", {"here": [0]})
+    start_keeper(place)
+    client = keeper_client.KeeperClient(place)
+    time.sleep(0.5)
+    record_failed_save(place, 3, "no room", None)
+    client.check()
+    time.sleep(0.6)
+    assert client.has_failed()
+    client.expect_save()
+    assert not client.has_failed()
 
 
 START_WITH_A_HOST_NAME = """

@@ -39,6 +39,10 @@ class FailedSaveReport:
         """How long saves have been failing; 0 if the last one succeeded."""
         return time.monotonic() - self._since if self.reason is not None else 0.0
 
+    def restart(self) -> None:
+        """Counts `seconds` from now on: what failed before may succeed now."""
+        self._since = time.monotonic()
+
     def update(self) -> None:
         found = read_json(_record(self._place))
         if found is None:

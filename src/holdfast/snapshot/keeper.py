@@ -66,12 +66,11 @@ class Keeper:
         self._jobs: list[Job] = []
         self._ranks = RankWatch(place, self.journal)
         self._written: set[int] = set()
-        self._next_verify = 0.0
+        self._next_verify = self._next_listen = 0.0
         self._dead_since: float | None = None
         self._ending = False
         signal.signal(signal.SIGTERM, self._end)
         self._peers: Any = None
-        self._next_listen = 0.0
         self._partners = Partners(place)
 
     def _end(self, *_: Any) -> None:
@@ -79,6 +78,7 @@ class Keeper:
 
     def run(self) -> None:
         release_killed_keepers(self.place)
+        clear_failed_save(self.place)
         while self.place.path.exists():
             try:
                 if self._round():
@@ -328,7 +328,7 @@ class Keeper:
 
     def _over(self, desks: dict[int, Desk]) -> bool:
         """Ends when the run has: its memory is freed when all ranks left, or after a while when all are dead and saved, or when
-        there is none: the trainer that wanted a keeper may have died before it took its desk."""
+        there is none: the trainer that wanted a keeper may have died before it claimed its status page."""
         if any(desk.occupied() for desk in (desks or self.place.desks()).values()):
             self._dead_since = None
             return False

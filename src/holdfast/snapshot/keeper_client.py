@@ -59,6 +59,10 @@ class KeeperClient:
             say(f"warning: {problem}. Nothing is saved to disk until it runs; training goes on")
         self._problem = problem
 
+    def expect_save(self) -> None:
+        """The last save is asked for now: failures of earlier ones do not count against it."""
+        self._failed_saves.restart()
+
     def has_failed(self) -> bool:
         """Whether a save has failed for so long, or the keeper so often, that waiting for it is pointless."""
         return self._starts >= FAILED_STARTS or self._failed_saves.seconds > FAILED_SAVE_SECONDS

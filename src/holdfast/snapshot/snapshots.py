@@ -383,6 +383,7 @@ class Snapshots:
 
     def _finish_saves(self, deadline: float) -> None:
         """The last step is asked to be saved, once the keeper is done with an earlier one."""
+        self._keeper.expect_save()
         if self._step not in (0, self._saved):
             self.save(self._step)
         while self._save_waits and all(self.team.gather(time.monotonic() < deadline and not self._keeper.has_failed())):
