@@ -21,6 +21,13 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
+def remove_temporaries(path: Path) -> None:
+    """Removes what killed writers of this file left behind. Only for a process that no other one writes the file beside."""
+    for entry in path.parent.iterdir():
+        if entry.name.startswith(f".{path.name}.") and entry.name.endswith(".tmp"):
+            entry.unlink(missing_ok=True)
+
+
 def fsync(path: Path) -> None:
     """Makes a file's content, or a folder's entries, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -17,7 +17,7 @@ import socket
 from pathlib import Path
 
 from holdfast.checkpoint.manifest import FILE_NAME
-from holdfast.publish import fsync, publish_text
+from holdfast.publish import fsync, publish_text, remove_temporaries
 from holdfast.system.leases import Identity, this_machine, this_process
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -76,7 +76,9 @@ def remove_dead_temporaries(folder: Path) -> list[Path]:
 
 
 def remove_earlier_starts(folder: Path, token: str) -> list[Path]:
-    """Removes the shared temporaries of other starts of the run. Only for the owner of the run: its keeper with rank 0."""
+    """Removes the shared temporaries of other starts of the run, and those of `latest`. Only for the owner of the run: its keeper
+    with rank 0."""
+    remove_temporaries(folder / LATEST)
     removed = []
     for entry in folder.iterdir():
         match = SHARED_TEMPORARY.fullmatch(entry.name)

@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.folder import checkpoints_in, point_latest
+from holdfast.checkpoint.folder import LATEST, checkpoints_in, point_latest
 from holdfast.errors import HoldfastError
 from holdfast.journal import PatientJournal
+from holdfast.publish import remove_temporaries
 from holdfast.snapshot.arena import Arena, DamagedError
 from holdfast.snapshot.desk import FINISHED, STOPPED, Desk
 from holdfast.snapshot.failed_saves import clear_failed_save, record_failed_save
@@ -185,6 +186,8 @@ class Keeper:
         saved = self._saved(job, arenas, job.step if job.step is not None else step)
         if saved is not None:
             if job.step is not None:
+                if not self._partners.several:  # else another node may be writing it
+                    remove_temporaries(saved.with_name(LATEST))
                 point_latest(saved)
             self._finish(job, saved, None)
             return

@@ -14,7 +14,7 @@ import orjson
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
-from holdfast.publish import publish_bytes
+from holdfast.publish import publish_bytes, remove_temporaries
 
 LIMIT = 2
 NEAR = 100
@@ -67,6 +67,7 @@ class NanGuard:
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
+            remove_temporaries(self._path)
             publish_bytes(self._path, orjson.dumps(record))
         except (HoldfastError, OSError) as error:  # a full disk costs the count, not the run
             say(f"{self._path} was not written: {error}")

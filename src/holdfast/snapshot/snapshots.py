@@ -19,7 +19,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -113,7 +114,8 @@ class Snapshots:
         """the last save that the keeper was asked for: step, and the start of the run that it comes from"""
         self._keeper = KeeperClient(self.place)
         self.nan_guard = NanGuard(self.folder)
-        self._move_in()
+        with self._os_errors_explained():
+            self._move_in()
         self._holder = Holder(self.state, self.team, self.place, mode, self.desk)
         self._wishes = Wishes(self.place.path, listen_to_signals)
         for optimizer in self.state.optimizers:
@@ -179,6 +181,14 @@ class Snapshots:
         if hasattr(self, "desk") and self.desk["process"] == os.getpid():
             self.desk["status"] = 0
 
+    @contextmanager
+    def _os_errors_explained(self) -> Iterator[None]:
+        """A memory or disk that fails is not a defect of the program: the user learns what failed, without a traceback."""
+        try:
+            yield
+        except OSError as error:
+            raise HoldfastError(f"no snapshots of {self.place.name} in {self.place.path}: {error}") from error
+
     def _check_order(self) -> None:
         if self._copy is not None:
             raise HoldfastError(
@@ -210,7 +220,8 @@ class Snapshots:
         self.desk["shipped"] = 0
         self.desk.beat(1)
         try:
-            found = restore(self)
+            with self._os_errors_explained():
+                found = restore(self)
         except HoldfastError as error:
             self.event("refused", reason=str(error))
             raise
@@ -287,7 +298,8 @@ class Snapshots:
                 return
             self.team.plan_is_made()
             try:
-                self._holder.make_plan(self._small_bytes)
+                with self._os_errors_explained():
+                    self._holder.make_plan(self._small_bytes)
             except HoldfastError as error:
                 self.event("refused", reason=str(error))
                 raise

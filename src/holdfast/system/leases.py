@@ -24,7 +24,7 @@ from pathlib import Path
 
 from holdfast.errors import UsageError
 
-PREFIX = ".lease-"
+PREFIX, DRAFT = ".lease-", ".claim-"
 LEASE_SECONDS = 60.0
 BEAT_SECONDS = 1.0
 LINK_IS_NOT_SUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -181,7 +181,7 @@ def _content(lease: Lease) -> bytes:
 
 
 def _create(folder: Path, lease: Lease) -> bool:
-    final, draft = lease.file_in(folder), folder / f".claim-{lease.token}.tmp"
+    final, draft = lease.file_in(folder), folder / f"{DRAFT}{lease.token}.tmp"
     draft.write_bytes(_content(lease))
     try:
         os.link(draft, final)
@@ -235,7 +235,7 @@ class HeldLease:
 
     def release(self, error: str | None = None) -> None:
         """Gives up. The lease stays, marked, so that the next holder finds the part; `error` is for those who waited."""
-        draft = self.folder / f".claim-{self.lease.token}.tmp"
+        draft = self.folder / f"{DRAFT}{self.lease.token}.tmp"
         if not self._file.exists():
             return  # swept: the file is there
         try:

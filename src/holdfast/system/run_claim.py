@@ -19,7 +19,17 @@ from types import TracebackType
 from holdfast.errors import HoldfastError
 from holdfast.progress import say
 from holdfast.publish import explain_os_error
-from holdfast.system.leases import PREFIX, HeldLease, Lease, LeaseLost, claim, lease_seconds, newest_lease, this_machine
+from holdfast.system.leases import (
+    DRAFT,
+    PREFIX,
+    HeldLease,
+    Lease,
+    LeaseLost,
+    claim,
+    lease_seconds,
+    newest_lease,
+    this_machine,
+)
 
 FOLDER = ".claim"
 BEAT_SECONDS = 5.0
@@ -73,7 +83,8 @@ def claim_run(run: Path | str, part: str = "node-0") -> RunClaim:
     except OSError as error:
         raise explain_os_error(error, run / FOLDER) from error
     for name in os.listdir(folder):
-        if name.startswith(PREFIX) and name < held.lease.file_in(folder).name:
+        earlier = name.startswith(PREFIX) and name < held.lease.file_in(folder).name
+        if earlier or name.startswith(DRAFT):  # of a process that was killed, or that has lost
             (folder / name).unlink(missing_ok=True)
     return RunClaim(held, run)
 
