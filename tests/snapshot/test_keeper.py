@@ -207,7 +207,7 @@ def test_the_memory_of_a_living_run_is_not_taken(run):
     second = launch(run, attempt=7)
     assert not second.wait(run)
     refused = run.events("refused")
-    assert refused and "is alive already" in refused[0]["reason"]
+    assert refused and "holdfast persist" in refused[0]["reason"]
     assert [desk["restarts"] for desk in place_of(run).desks().values()] == [0, 0]
     first.kill()
     first.wait(run)

@@ -84,7 +84,7 @@ def test_presets_resolve_and_describe_themselves(preset):
         config = replace(config, model=replace(config.model, vocab_size=4096))
     config, layout = resolve(config)
     said = describe(config, layout)
-    assert f"{layout.world} rank" in said and "tokens per step" in said
+    assert f"{layout.world:,} rank" in said and "tokens per step" in said
 
 
 def test_the_dry_run_of_a_large_layout_counts_as_published():

@@ -1,5 +1,7 @@
 """A rank's desk: one shared page where it says that it lives, where it stands, and reads what is asked of it.
 
+`committed` outlives a start: a run that ever had a step common to all ranks must not start at step 0 unasked.
+
 The invariant: every field has one writer (the rank; `stop_at` and `plan_at` the first rank of the node; `shipped` the keeper,
 after the rank has cleared it), is one aligned 64-bit word that is loaded and stored whole, and means something at any instant.
 (`struct` writes a word byte by byte: another process then reads values that were never stored.) A process is known by its
@@ -34,6 +36,7 @@ _FIELDS = {
             "given_up",
             "wants_plan",
             "plan_at",
+            "committed",
             *(f"held_{slot}" for slot in range(SLOT_WORDS)),
         ]
     )

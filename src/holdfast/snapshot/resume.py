@@ -172,8 +172,8 @@ def _everything_held(snapshots: "Snapshots") -> tuple[dict[Key, Candidate], dict
         fields = {name: entry[name] for name in Location.__dataclass_fields__}
         found[entry["step"], entry["generation"]][entry["rank"]].append(Location(**fields))
     whole = {key: candidate for key, candidate in found.items() if _whole(complete[key], candidate)}
-    if not whole and len({step for step, _ in found}) > 1:
-        # A rank that holds two steps knew that all ranks held one of them.
+    if not whole and max(team.gather(snapshots.desk["committed"])) > 0:
+        # All ranks once held a step; a crash before that leaves nothing to lose.
         lacking = ", ".join(f"step {step} of ranks {sorted(found[step, plan])} alone" for step, plan in sorted(found))
         unusable.append(f"no step is complete: {lacking}")
     return whole, complete, max((entry["sequence"] for entry in told), default=0), unusable

@@ -47,7 +47,7 @@ from holdfast.snapshot.smallstate import Extra, random_state
 from holdfast.snapshot.starting import start_keeper
 from holdfast.snapshot.team import Heard, Team
 from holdfast.snapshot.wishes import SAVE, STOP, Wishes
-from holdfast.system.run_claim import RunClaim, claim_run
+from holdfast.system.run_claim import RunClaim, RunInUse, claim_run
 
 MOVE_IN_SECONDS = 10.0
 CLOSE_SECONDS = 600.0
@@ -132,7 +132,7 @@ class Snapshots:
             try:
                 if first and self.team.rank == 0 and "HOLDFAST_SUPERVISED" not in os.environ:
                     # The supervisor of `holdfast train` holds the run folder already, for ranks on any host.
-                    self._run_claim = claim_run(self.folder, "snapshots")
+                    self._run_claim = self._claim_folder()
                 if self.team.first_here is first:
                     self._claim()
             except (HoldfastError, OSError) as error:
@@ -173,6 +173,15 @@ class Snapshots:
                     f"{self.place.folder} --stop`, or choose another name"
                 )
             time.sleep(0.05)
+
+    def _claim_folder(self) -> RunClaim | None:
+        try:
+            return claim_run(self.folder, "snapshots")
+        except RunInUse:
+            raise
+        except (HoldfastError, OSError) as error:  # a full disk must not keep a run from its memory
+            say(f"warning: {self.folder} cannot be claimed, so a start on another host would not be refused: {error}")
+            return None
 
     def _give_up_claims(self) -> None:
         """What this start claimed before another rank was refused."""
@@ -229,6 +238,7 @@ class Snapshots:
         self._saved = 0 if found.in_place else found.step  # what came from disk is there
         self._resumed, self._requested = found.step, None
         self._committed = found.step if found.in_place else None
+        self.desk["committed"] = self._committed or 0
         self._sequence = found.sequence
         self._holder.adopt(found.arena)
         self._holder.publish_held()
@@ -448,7 +458,8 @@ class Snapshots:
             return
         self.desk.beat(5)
         heard = self.team.hear(self._ready)
-        self._committed = heard.committed if heard.committed is not None else self._committed
+        if heard.committed is not None:
+            self._committed = self.desk["committed"] = heard.committed
         self._candidates, self._plan_heard = heard.candidates, heard.plan
         self._stop_agreed |= heard.stop
         self._save_waits |= heard.save

@@ -38,6 +38,10 @@ LEAVE_SECONDS = 3.0
 POLL_SECONDS = 0.1
 
 
+class RunInUse(HoldfastError):
+    """A live process holds the claim."""
+
+
 class RunClaim:
     """A claim that this process holds. A thread shows life; `release` ends it. Usable in a `with` statement."""
 
@@ -74,7 +78,7 @@ class RunClaim:
 
 
 def claim_run(run: Path | str, part: str = "node-0") -> RunClaim:
-    """Claims a part of the run (`node-N`, `snapshots`); a HoldfastError names the live process that holds it."""
+    """Claims a part of the run (`node-N`, `snapshots`); RunInUse names the live process that holds it."""
     run = Path(run)
     folder = run / FOLDER / part
     try:
@@ -128,7 +132,7 @@ class _HolderWatch:
             "",
         )
         if (local or self._alive) and now - self._began > LEAVE_SECONDS:
-            raise HoldfastError(
+            raise RunInUse(
                 f"{self._run} is in use: {lease.describe()} trains into it. Stop that run first: "
                 f"holdfast persist {self._run} --stop"
             )
