@@ -53,7 +53,7 @@ def begin_writing(run, launched):
 
 
 def test_saves_come_from_memory_and_hold_what_the_step_held(run, check, oracle):
-    run.save_every, run.steps = 5, 10
+    run.save_every, run.steps = 5, 12
     run.options = {"keep_last": 2}
     run.pace = 0.02
     check(run)
