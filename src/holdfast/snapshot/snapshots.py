@@ -498,11 +498,11 @@ class Snapshots:
 
     def _plan_fits(self, step: int) -> bool:
         """Makes the plan where it is due, on all ranks after the same step; False if this rank must wait for that."""
-        first = self._holder.arena is None
         due = self.team.plan_due(step) if self.team.one_node else self._plan_heard
-        if first or due or (self.team.world == 1 and self._holder.changed()):
+        changed = self._holder.changed()
+        if self._holder.arena is None or due or (self.team.world == 1 and changed):
             self._meet(PLANNING)
-        elif self._holder.changed():
+        elif changed:
             self.team.request_plan()
             self._report("skipped", step, "the tensors of this rank changed; all ranks agree on the new ones next")
             return False
