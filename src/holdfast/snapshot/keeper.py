@@ -33,6 +33,7 @@ from holdfast.snapshot.persisting import (
     held_at,
     is_published,
     newest_generation,
+    retain_after,
     start_token,
     write_checkpoint,
 )
@@ -189,6 +190,8 @@ class Keeper:
                 if not self._partners.several:  # else another node may be writing it
                     remove_temporaries(saved.with_name(LATEST))
                 point_latest(saved)
+                if any(arena.rank == 0 for arena in arenas):
+                    retain_after(job.step, saved.parent, job.retention, (job.resumed, self._written))
             self._finish(job, saved, None)
             return
         if job.step is not None:

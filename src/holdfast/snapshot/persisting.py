@@ -171,12 +171,22 @@ def write_checkpoint(
         else:
             _follow(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, patience)
         if 0 in held:
-            resumed, written = kept
-            protect = [step] if resumed is None else [step, resumed]
-            retain(checkpoints, *retention, protect=protect, written=[step, *written])
+            retain_after(step, checkpoints, retention, kept)
     except OSError as error:
         raise explain_os_error(error, final) from error
     return final
+
+
+def retain_after(
+    step: int,
+    checkpoints: Path,
+    retention: tuple[int | None, int | None],
+    kept: tuple[int | None, Collection[int]],
+) -> None:
+    """Removes what a save of this step makes superfluous. `kept`: the step resumed from, and steps known to be sound."""
+    resumed, written = kept
+    protect = [step] if resumed is None else [step, resumed]
+    retain(checkpoints, *retention, protect=protect, written=[step, *written])
 
 
 def _complete_set(facts: dict[str, Any], held: Mapping[int, Held]) -> list[int] | None:
