@@ -40,6 +40,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
             print(f"left behind and killed: {command}", file=sys.stderr)
     for child in multiprocessing.active_children():
         child.kill()
+    if hasattr(config, "workerinput"):
+        return  # a worker without work waits for the others, and ends with the process that started it
     watchdog = threading.Timer(EXIT_SECONDS, _end_hard, [config.stash.get(status_key, 1)])
     watchdog.daemon = True
     watchdog.start()
