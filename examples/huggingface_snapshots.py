@@ -114,7 +114,7 @@ def main() -> None:
 
 def last_step(folder: Path, memory: str) -> int:
     """The step that a restore will come back to: the loader is made before the Trainer says that training begins."""
-    from holdfast.snapshot.place import Place
+    from holdfast.snapshot.memory.run_memory import Place
     from holdfast.snapshot.report import run_facts
 
     facts = run_facts(Place.of("hf", folder, memory))

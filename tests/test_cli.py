@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import VERBS, load, run
-from holdfast.errors import UsageError
-from holdfast.flags import flags_of, options_of, parse
+from holdfast.command_line.flags import flags_of, options_of, parse
+from holdfast.system.errors import UsageError
 
 
 def holdfast(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -170,7 +170,7 @@ def test_a_command_line_is_read_without_anything_heavy():
     program = """
 import sys
 from holdfast.cli import run
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 try:
     run(["preprocess", "--input", "a", "b", "--output-prefix", "c", "--workers", "2"])
 except UsageError as error:

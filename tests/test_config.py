@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 import pytest
 
 from holdfast.config import Config, config_from_tables, config_keys, config_to_toml, read_config
-from holdfast.errors import UsageError
-from holdfast.field_docs import field_docs
+from holdfast.system.errors import UsageError
+from holdfast.system.field_docs import field_docs
 
 
 def test_the_printed_file_reloads_to_the_same_config(tmp_path):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from holdfast.data.indexed import HEADER, IndexedDatasetBuilder
-from holdfast.errors import HoldfastError
 from holdfast.inspection import inspect_path
+from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import build_tokenizer
 from holdfast.tokenizers.training import train_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.config import read_config
 from holdfast.config_files import known_configs
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.system.errors import HoldfastError, UsageError
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("holdfast.demo.command:demo_command", "the whole path on this machine, with a rank killed on the way"),
@@ -44,7 +44,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch stop": ("holdfast.launch.command:launch_stop", "end a run's jobs; training persists first"),
     "launch resume": ("holdfast.launch.command:launch_resume", "submit a stopped run again"),
     "doctor": ("holdfast.launch.command:doctor", "check this machine before a job runs on it"),
-    "completion": ("holdfast.completion:completion", "print a script that completes verbs and flags in your shell"),
+    "completion": (
+        "holdfast.command_line.completion:completion",
+        "print a script that completes verbs and flags in your shell",
+    ),
     "bench fetch": ("holdfast.bench.fetch:bench", "measure 64 processes that fetch at once, and a cached fetch"),
     "bench preprocess": ("holdfast.bench.preprocess:bench", "measure text to .bin/.idx, merging, random reads"),
     "bench train": ("holdfast.bench.train:bench", "measure training steps beside a plain GPT-2 and Hugging Face"),
@@ -54,7 +57,7 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 # What takes long to get ready is called before the command line is read, by a program that has done nothing else yet.
-AHEAD = {"preprocess": "holdfast.data.ahead:call_ahead"}
+AHEAD = {"preprocess": "holdfast.data.preprocess.ahead:call_ahead"}
 
 
 def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -115,7 +118,7 @@ def run(arguments: Sequence[str]) -> None:
     elif sub_verbs(arguments[0]) and arguments[1:2] in (["-h"], ["--help"]):
         print(help_text(arguments[0]))
     else:
-        from holdfast import flags
+        from holdfast.command_line import flags
 
         verb, rest = find_verb(arguments)
         flags.call(load(VERBS[verb][0]), f"holdfast {verb}", rest)

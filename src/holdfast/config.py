@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from holdfast.config_files import find_config
-from holdfast.errors import UsageError
-from holdfast.field_docs import field_docs
+from holdfast.system.errors import UsageError
+from holdfast.system.field_docs import field_docs
 
 TokenizerType = Literal[
     "GPT2BPETokenizer",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 PACKAGED = Path(__file__).parent / "configs"
 CHECKOUT = Path(__file__).parents[2] / "configs"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError
-from holdfast.flags import positional
+from holdfast.command_line.flags import positional
+from holdfast.system.errors import HoldfastError
 
 KINDS: dict[str, str] = {
     "dataset": "holdfast.data.inspection",

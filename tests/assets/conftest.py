@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.assets.loopback import Server
 from tests.leftovers import NAME as SESSION
-
-from .loopback import Server
 
 
 @pytest.fixture

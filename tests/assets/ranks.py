@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from holdfast.assets.fetching import fetch
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 
 def rank(number: int, url: str, timeout: float | None, gun: int) -> None:

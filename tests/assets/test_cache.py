@@ -10,10 +10,9 @@ import pytest
 
 from holdfast import fetch
 from holdfast.assets.cache import safe_name
-from holdfast.errors import HoldfastError
-
-from .loopback import some_bytes
-from .test_fetching import files_in
+from holdfast.system.errors import HoldfastError
+from tests.assets.loopback import some_bytes
+from tests.assets.test_fetching import files_in
 
 CONTENT = some_bytes(1_000_000)
 LISTING = ["find", ".", "-type", "f"]

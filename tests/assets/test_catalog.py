@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.assets.catalog import CATALOG, wanted_file, wanted_files
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 DATA = Path(os.environ.get("HOLDFAST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

@@ -9,9 +9,8 @@ import time
 import pytest
 
 from holdfast.assets.catalog import CATALOG
-
-from .loopback import sha256, some_bytes
-from .test_fetching import files_in
+from tests.assets.loopback import sha256, some_bytes
+from tests.assets.test_fetching import files_in
 
 CONTENT = some_bytes(200_000)
 

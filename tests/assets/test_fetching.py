@@ -8,9 +8,8 @@ import pytest
 from holdfast import fetch
 from holdfast.assets import catalog_files, resolve
 from holdfast.assets.catalog import CATALOG, Known, Wanted
-from holdfast.errors import HoldfastError, UsageError
-
-from .loopback import fails, sha256, some_bytes
+from holdfast.system.errors import HoldfastError, UsageError
+from tests.assets.loopback import fails, sha256, some_bytes
 
 CONTENT = some_bytes(300_000)
 

@@ -11,10 +11,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from holdfast import fetch
 from holdfast.assets.sources import retry_after
-from holdfast.errors import HoldfastError, UsageError
-
-from .loopback import fails, some_bytes, stops_after
-from .test_fetching import files_in
+from holdfast.system.errors import HoldfastError, UsageError
+from tests.assets.loopback import fails, some_bytes, stops_after
+from tests.assets.test_fetching import files_in
 
 CONTENT = some_bytes(500_000)
 

@@ -17,11 +17,10 @@ import pytest
 from holdfast import fetch
 from holdfast.assets.cache import entry_of
 from holdfast.assets.part import Description
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import Identity, Lease, claim, newest_lease, this_process
-
-from .loopback import Server, sha256, some_bytes
-from .test_fetching import files_in, leftovers_in
+from tests.assets.loopback import Server, sha256, some_bytes
+from tests.assets.test_fetching import files_in, leftovers_in
 
 CONTENT = some_bytes(3_000_000)
 PATIENCE = 240.0

@@ -9,10 +9,9 @@ import pytest
 from holdfast import fetch
 from holdfast.assets import resolve, transfer
 from holdfast.assets.catalog import CATALOG, Known, Wanted
-from holdfast.errors import HoldfastError
-
-from .loopback import fails, resets_after, sha256, some_bytes, stops_after
-from .test_fetching import files_in, leftovers_in
+from holdfast.system.errors import HoldfastError
+from tests.assets.loopback import fails, resets_after, sha256, some_bytes, stops_after
+from tests.assets.test_fetching import files_in, leftovers_in
 
 CONTENT = some_bytes(1_000_000)
 

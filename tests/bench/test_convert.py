@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.bench.convert import ConvertBench, run
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 
 def test_all_contenders_are_measured_on_a_tiny_model(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.bench import preprocess
 from holdfast.bench.preprocess import PreprocessBench
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 from holdfast.tokenizers.training import train_tokenizer
 
 SENTENCES = [f"The {word} is read. It is written again, {number} times." for number, word in enumerate(dir(str))]

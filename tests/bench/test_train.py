@@ -11,7 +11,7 @@ from holdfast.bench.phases import PhaseClock, median_phases
 from holdfast.bench.plain_gpt import PlainGPT, PlainShape
 from holdfast.bench.train import TrainBench
 from holdfast.config import Config, DataConfig, ModelConfig, TrainConfig, config_to_toml, read_config
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 
 @pytest.fixture(scope="module")

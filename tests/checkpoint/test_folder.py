@@ -20,9 +20,8 @@ from holdfast.checkpoint.folder import (
     shared_temporary,
 )
 from holdfast.checkpoint.retention import retain
-
-from .layouts import build
-from .test_writing import flip
+from tests.checkpoint.layouts import build
+from tests.checkpoint.test_writing import flip
 
 
 def steps_in(folder):

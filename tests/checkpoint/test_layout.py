@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from holdfast.checkpoint.layout import PAGE, Piece, lay_out, read_layout
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 pieces = st.lists(
     st.tuples(st.sampled_from(["F32", "I64", "U8", "F16"]), st.lists(st.integers(1, 5), max_size=3)),

@@ -10,12 +10,11 @@ from torch.distributed.checkpoint import load as dcp_load
 
 from holdfast.checkpoint import State, load, load_newest, newest, open_checkpoint, read_manifest, save
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
+from tests.checkpoint.layouts import Model, assert_filled, build, expected, fill, take_a_step
+from tests.checkpoint.worlds import run_world
 from tests.disks import small_disk
 from tests.grids import mostly_slow
-
-from .layouts import Model, assert_filled, build, expected, fill, take_a_step
-from .worlds import run_world
 
 
 def save_in(rank, layout, folder, seed=1, step=7, rows=13):

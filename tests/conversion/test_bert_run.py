@@ -14,7 +14,7 @@ from holdfast.checkpoint import State, load_newest
 from holdfast.config import Config, ParallelConfig
 from holdfast.models.bert import BERT
 from holdfast.tokenizers import build_tokenizer
-from holdfast.train.preflight import resolve
+from holdfast.train.checks.preflight import resolve
 from tests.corpus import write_sentences
 from tests.distributed.test_bert_layouts import tiny_bert
 from tests.distributed.test_layouts import train_on

@@ -9,11 +9,10 @@ import torch
 
 from holdfast import convert
 from holdfast.conversion.converting import Options, run_conversion
-from holdfast.conversion.megatron_write import stage_sizes
+from holdfast.conversion.megatron.write import stage_sizes
 from holdfast.conversion.sources import read_model
-
-from .megatron_files import Spec, make_truth, write_megatron
-from .test_huggingface import build
+from tests.conversion.huggingface.test_huggingface import build
+from tests.conversion.megatron_files import Spec, make_truth, write_megatron
 
 
 def load(path):
@@ -29,7 +28,7 @@ def test_megatron_core_builds_the_stages_that_are_written(layers, stages):
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from holdfast.conversion.megatron_args import args_for
+    from holdfast.conversion.megatron.args import args_for
     from holdfast.conversion.model import Architecture
 
     sizes = stage_sizes(layers, stages)
@@ -125,7 +124,7 @@ def test_legacy_files_have_the_order_and_the_type_that_old_readers_need(tmp_path
 
 def test_a_tokenizer_that_gives_other_ids_fails_the_verification(tmp_path, monkeypatch):
     from holdfast.conversion import converting
-    from holdfast.errors import HoldfastError
+    from holdfast.system.errors import HoldfastError
 
     source = tmp_path / "source"
     build("gpt2").save_pretrained(source)

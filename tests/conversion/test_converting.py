@@ -7,10 +7,9 @@ import sys
 import pytest
 
 from holdfast import convert
-from holdfast.errors import HoldfastError, UsageError
-
-from .megatron_files import Spec, make_truth, write_megatron
-from .test_megatron_read import assert_same
+from holdfast.system.errors import HoldfastError, UsageError
+from tests.conversion.megatron.test_read import assert_same
+from tests.conversion.megatron_files import Spec, make_truth, write_megatron
 
 ROUND = """
 import sys

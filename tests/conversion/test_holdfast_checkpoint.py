@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast import convert
 from holdfast.checkpoint import open_checkpoint
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import build_tokenizer
-
-from .holdfast_runs import GPT2_TINY, LLAMA_TINY, POSITIONS, VOCABULARY, build_gpt, write_run
-from .oracles import load_wide
+from tests.conversion.holdfast_runs import GPT2_TINY, LLAMA_TINY, POSITIONS, VOCABULARY, build_gpt, write_run
+from tests.conversion.oracles import load_wide
 
 
 def byte_level_tokenizer(folder: Path, size: int = VOCABULARY) -> tuple[str, str]:

@@ -7,12 +7,11 @@ import torch
 
 from holdfast import cli
 from holdfast.inspection import inspect_path
-
-from .holdfast_runs import GPT2_TINY, build_gpt, write_run
-from .megatron_files import Spec, make_truth, write_megatron
-from .test_hostile import Shell, rank_zip, shell_legacy, shell_zip
-from .test_huggingface import build
-from .test_torch_dist import write_torch_dist
+from tests.conversion.files.test_hostile import Shell, rank_zip, shell_legacy, shell_zip
+from tests.conversion.holdfast_runs import GPT2_TINY, build_gpt, write_run
+from tests.conversion.huggingface.test_huggingface import build
+from tests.conversion.megatron.test_torch_dist import write_torch_dist
+from tests.conversion.megatron_files import Spec, make_truth, write_megatron
 
 
 def test_a_megatron_run_is_described(tmp_path, capsys):

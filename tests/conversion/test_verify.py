@@ -12,12 +12,11 @@ from holdfast.conversion.stream import Plan
 from holdfast.conversion.tensors import beside
 from holdfast.conversion.verify import verify_conversion
 from holdfast.conversion.verify_sides import open_side
-from holdfast.errors import HoldfastError
-
-from .holdfast_runs import GPT2_TINY, LLAMA_TINY, build_gpt, write_run
-from .megatron_files import Spec, make_truth, write_megatron
-from .oracles import load_wide, load_wide_bert
-from .test_huggingface import build
+from holdfast.system.errors import HoldfastError
+from tests.conversion.holdfast_runs import GPT2_TINY, LLAMA_TINY, build_gpt, write_run
+from tests.conversion.huggingface.test_huggingface import build
+from tests.conversion.megatron_files import Spec, make_truth, write_megatron
+from tests.conversion.oracles import load_wide, load_wide_bert
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "megatron-bert"])
@@ -101,7 +100,9 @@ def test_a_wrong_function_is_noticed_by_the_logits(tmp_path):
 
 def planted(name):
     """A mistake in the reader or in the renaming that changes the bits of source and target alike."""
-    from holdfast.conversion import huggingface_names, megatron_read, torch_dist
+    from holdfast.conversion.huggingface import names as huggingface_names
+    from holdfast.conversion.megatron import read as megatron_read
+    from holdfast.conversion.megatron import torch_dist
     from holdfast.conversion.tensors import stacked
 
     split_gate, split_qkv, architecture = (

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.data.corpora import NASTY, gpt2_folder
 
 from holdfast.tokenizers import Tokenizer, build_tokenizer
 from holdfast.tokenizers.training import train_tokenizer
+from tests.data.corpora import NASTY, gpt2_folder
 
 
 @dataclass(frozen=True)

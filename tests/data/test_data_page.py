@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.data.megatron_oracle import write_dataset, write_sequences
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"

@@ -18,7 +18,7 @@ from holdfast.data.indexed import (
     dtype_for_vocabulary,
     write_index,
 )
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 
 def build(prefix: Path, documents: list[list[list[int]]], dtype: object = np.uint16) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.data.megatron_oracle import megatron_gpt_splits, write_dataset
 
-from holdfast.data.gpt_samples import GPTSamples
 from holdfast.data.loader import Batches, DocumentRules, MicroBatch
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.data.samples.gpt import GPTSamples
+from holdfast.system.errors import HoldfastError, UsageError
+from tests.data.megatron_oracle import megatron_gpt_splits, write_dataset
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.data.corpora import dataset_bytes, pair
 
 from holdfast.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from holdfast.data.merge import merge
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
+from tests.data.corpora import dataset_bytes, pair
 
 PARTS = [[[[1, 2], [3]], []], [[]], [[[4]], [[5, 6, 7], [8]]]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast.demo.folder import MARKER, WRITTEN
-from holdfast.journal import read_journal
+from holdfast.system.journal import read_journal
 
 CODE = """
 import sys

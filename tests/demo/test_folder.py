@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.demo.folder import claim, remove
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 OWN = ("tokenizer/vocab.json", "huggingface/model.safetensors", "stdlib-notes/a.txt", "stdlib.txt")
 

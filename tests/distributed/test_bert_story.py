@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import open_checkpoint
-from holdfast.journal import read_journal
+from holdfast.system.journal import read_journal
 from tests.corpus import write_sentences
 from tests.distributed.test_kill import assert_same_state, final_state, ranks_of, wait_for_step
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from holdfast.checkpoint import open_checkpoint
-from holdfast.journal import read_journal
+from holdfast.system.journal import read_journal
 from tests.corpus import VOCABULARY, write_dataset
 from tests.grids import mostly_slow
 

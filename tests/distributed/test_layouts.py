@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import Config, DataConfig, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from holdfast.journal import read_journal
-from holdfast.train.preflight import open_run_folder, resolve
+from holdfast.system.journal import read_journal
+from holdfast.train.checks.preflight import open_run_folder, resolve
 from holdfast.train.worker import run_worker
 from tests.corpus import VOCABULARY, write_dataset
 from tests.gloo import spawn_ranks

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from holdfast.config import OptimizerConfig, ParallelConfig, read_config
-from holdfast.data.preprocess import preprocess
-from holdfast.journal import read_journal
+from holdfast.data.preprocess.options import preprocess
 from holdfast.parallel.cut import cut_and_fill
 from holdfast.parallel.layout import layout_of, padded_vocab_size
 from holdfast.parallel.mesh import build_grid
+from holdfast.system.journal import read_journal
 from holdfast.tokenizers.training import train_tokenizer
 from tests.corpus import VOCABULARY, write_dataset
 from tests.distributed.test_layouts import assert_same_curve, tiny, train_on

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from holdfast.cli import run
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.system.errors import HoldfastError, UsageError
 
 
 def test_json_is_one_array_with_prompt_completion_text_and_tokens(gpt2, capsys):

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast import generate
-from holdfast.errors import HoldfastError, UsageError
 from holdfast.generation.loading import load_model
+from holdfast.system.errors import HoldfastError, UsageError
 from tests.conversion.holdfast_runs import GPT2_TINY, POSITIONS, build_gpt, write_run
 
 PROMPTS = ["a", "the quick", "the lazy dog jumps over", "return self.value if the other", "fox"]

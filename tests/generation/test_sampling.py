@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from holdfast.errors import UsageError
 from holdfast.generation.sampling import Sampling, draw, next_token, probabilities
+from holdfast.system.errors import UsageError
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import all_keys
-from holdfast.errors import UsageError
 from holdfast.launch.batch import SlurmOptions, Training, array_script, launch_folder, merge_script, train_script
-
-from .conftest import Lab
+from holdfast.system.errors import UsageError
+from tests.launch.conftest import Lab
 
 EVERY_FLAG = SlurmOptions(
     nodes=2,

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast import flags as command_line
+from holdfast.command_line import flags as command_line
 from holdfast.data.command import PreprocessOptions
 from holdfast.train.command import parse
-
-from .test_kubernetes import KINDS, check, pod_templates
+from tests.launch.test_kubernetes import KINDS, check, pod_templates
 
 MODEL = [
     "--num-layers",

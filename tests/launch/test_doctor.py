@@ -11,8 +11,7 @@ import pytest
 
 from holdfast.launch import doctor
 from holdfast.launch.links import first_host
-
-from .conftest import Lab
+from tests.launch.conftest import Lab
 
 
 def holdfast(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

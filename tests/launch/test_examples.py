@@ -7,10 +7,9 @@ import yaml
 
 from holdfast.launch.batch import SlurmOptions, Training, array_script, merge_script, train_script
 from holdfast.launch.kubernetes import KubernetesOptions, preprocess_manifests, to_yaml, train_manifests
-from holdfast.publish import publish_text
-
-from .conftest import Lab
-from .test_kubernetes import KINDS, check
+from holdfast.system.atomic_files import publish_text
+from tests.launch.conftest import Lab
+from tests.launch.test_kubernetes import KINDS, check
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RUN = Path("/fsx/runs/345m")

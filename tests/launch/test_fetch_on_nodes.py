@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Lab
+from tests.launch.conftest import Lab
 
 NODES, TASKS = 4, 16
 FILES = {f"/file-{number}": bytes([number]) * 300_000 for number in range(2)}

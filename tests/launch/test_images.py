@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import run
-from holdfast.errors import HoldfastError
 from holdfast.launch import images
+from holdfast.system.errors import HoldfastError
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / images.DOCKERFILE

@@ -9,7 +9,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from holdfast.errors import UsageError
 from holdfast.launch.kubernetes import (
     KubernetesOptions,
     Manifest,
@@ -19,6 +18,7 @@ from holdfast.launch.kubernetes import (
     to_yaml,
     train_manifests,
 )
+from holdfast.system.errors import UsageError
 
 KUBERNETES = "1.31"
 KINDS = ("job", "jobset", "pytorchjob", "trainjob")

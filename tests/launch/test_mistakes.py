@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.journal import Journal
 from holdfast.launch import control, doctor, images, kubernetes, slurm
 from holdfast.launch.batch import Training, train_script
 from holdfast.launch.command import check_counts, launch_kubernetes
@@ -16,6 +14,8 @@ from holdfast.launch.options import KubernetesOptions, SlurmOptions, StopOptions
 from holdfast.launch.plan import plan_training
 from holdfast.launch.sharing import share_preprocessing
 from holdfast.parallel.layout import Layout
+from holdfast.system.errors import HoldfastError, UsageError
+from holdfast.system.journal import Journal
 
 MODEL = ["gpt_tiny", "--vocab-size", "1000", "--save", "/fsx/runs/tiny"]
 DATA = ["--data-path", "/fsx/corpus_text_document"]

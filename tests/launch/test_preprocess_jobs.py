@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Lab, free_ports, is_free
+from tests.launch.conftest import Lab, free_ports, is_free
 
 PARTITIONS = 4
 

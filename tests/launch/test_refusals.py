@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpus import VOCABULARY, write_dataset
-
-from .conftest import Lab
+from tests.launch.conftest import Lab
 
 pytestmark = pytest.mark.slurm
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from holdfast.errors import UsageError
 from holdfast.launch.slurm import reason, seconds_of
+from holdfast.system.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 
 from holdfast.checkpoint.reader import open_checkpoint
 from tests.corpus import VOCABULARY, write_dataset
-
-from .conftest import Lab, read_json_lines, tail
+from tests.launch.conftest import Lab, read_json_lines, tail
 
 # Every start imports torch six times; on a machine that does other things too this takes its time.
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]

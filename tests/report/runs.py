@@ -6,7 +6,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.manifest import Manifest, write_manifest
 from holdfast.config import Config, config_to_toml
-from holdfast.journal import Journal
+from holdfast.system.journal import Journal
 
 START = 1_790_000_000.0
 

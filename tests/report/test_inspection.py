@@ -8,9 +8,9 @@ import pytest
 
 from holdfast import cli
 from holdfast.checkpoint.manifest import Manifest, ShardFile, chunk_checksum, write_manifest
-from holdfast.errors import HoldfastError
 from holdfast.inspection import inspect_path
-from holdfast.journal import Journal
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import Journal
 from holdfast.system.run_claim import claim_run
 from tests.report.runs import record, write_run
 

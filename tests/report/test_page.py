@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast.cli import run
-from holdfast.errors import HoldfastError
-from holdfast.journal import Journal
 from holdfast.report.chart import Chart, Line, round_ticks, short
 from holdfast.report.events import duration
 from holdfast.report.page import render
 from holdfast.report.reading import read_run, smoothed, thinned
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import Journal
 from tests.report.runs import record, write_run
 
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from .harness import Run, memory_folder, run_to_the_end
+from tests.snapshot.harness import Run, memory_folder, run_to_the_end
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def oracle(tmp_path_factory):
 
 
 def record(folder, run: Run) -> dict[int, str]:
-    from .harness import context
+    from tests.snapshot.harness import context
 
     answers = context.SimpleQueue()
     store = str(folder / "store")
@@ -47,7 +47,7 @@ def undisturbed(rank, run, store, answers):
     import torch
     import torch.distributed as dist
 
-    from .harness import build, state_hash
+    from tests.snapshot.harness import build, state_hash
 
     torch.set_num_threads(1)
     if run.world > 1 or run.layout != "ddp":
@@ -81,7 +81,7 @@ def check(oracle):
     """Runs to the end and asserts what every fault must leave true; the number of restarts."""
 
     def go(run: Run, lost: int = 1, sources: tuple[str, ...] = ("memory",), restarts: int = 3, **more) -> int:
-        from .harness import nothing_left, wait_for
+        from tests.snapshot.harness import nothing_left, wait_for
 
         taken = run_to_the_end(run, restarts, **more)
         hashes = oracle(run)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.journal import PatientJournal, read_journal
+from holdfast.system.journal import PatientJournal, read_journal
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -224,7 +224,7 @@ def live(*arguments: Any) -> None:
 
 def slow_down(snapshots: Any, seconds: float) -> None:
     """Makes this rank's copies take long: the header says WRITING and half of the payload is new for all that time."""
-    from holdfast.snapshot.copying import Copier
+    from holdfast.snapshot.memory.copier import Copier
 
     original = Copier._copy_from_host
 
@@ -283,7 +283,7 @@ class Injector:
 
             copier._copy = broken
         elif what == "kill before ready":
-            import holdfast.snapshot.copying as copying
+            import holdfast.snapshot.memory.copier as copying
 
             copying.ready_header = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         elif what == "mutate":
@@ -294,7 +294,7 @@ class Injector:
 
 
 def keeper_process(place: Any) -> int:
-    from holdfast.snapshot.place import keeper_alive, read_json
+    from holdfast.snapshot.memory.run_memory import keeper_alive, read_json
 
     wait_for(lambda: keeper_alive(place) and read_json(place.path / "keeper.json"), "a keeper")
     return int(read_json(place.path / "keeper.json")["process"])
@@ -368,10 +368,10 @@ def memory_folder() -> Iterator[Path]:
         yield path
     finally:
         for place in path.rglob("run.json"):
-            from holdfast.snapshot.place import read_json
+            from holdfast.snapshot.memory.run_memory import read_json
 
             keeper = read_json(place.parent / "keeper.json")
-            if keeper and b"holdfast.snapshot.keeper" in _command(keeper["process"]):
+            if keeper and b"holdfast.snapshot.keeper.service" in _command(keeper["process"]):
                 os.kill(keeper["process"], signal.SIGKILL)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -403,7 +403,8 @@ def report_nan_and_die(snapshots: Any) -> None:
 
 def shorten_waits(snapshots: Any) -> None:
     """This rank takes a keeper for hung after 3 s, and gives up a save that fails for 3 s."""
-    from holdfast.snapshot import keeper_client, keeper_status
+    from holdfast.snapshot.keeper import client as keeper_client
+    from holdfast.snapshot.keeper import status as keeper_status
 
     keeper_status.SILENCE_SECONDS = keeper_client.FAILED_SAVE_SECONDS = 3.0
 

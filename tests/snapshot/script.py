@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from holdfast.journal import Journal
 from holdfast.snapshot import Snapshots
+from holdfast.system.journal import Journal
 
 folder, memory, steps, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 

@@ -9,10 +9,9 @@ import pytest
 
 from holdfast import cli
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.snapshot.arena import NOTHING, Arena, DamagedError
-from holdfast.snapshot.persisting import OvertakenError, held_at
-
-from .harness import Fault, launch, nothing_left, wait_for
+from holdfast.snapshot.keeper.checkpoint_writer import OvertakenError, held_at
+from holdfast.snapshot.memory.arena import NOTHING, Arena, DamagedError
+from tests.snapshot.harness import Fault, launch, nothing_left, wait_for
 
 pytestmark = pytest.mark.distributed
 

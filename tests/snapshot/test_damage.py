@@ -6,9 +6,8 @@ import signal
 import psutil
 import pytest
 
-from holdfast.snapshot.arena import READY, Arena
-
-from .harness import Fault, keeper_process, launch, wait_for
+from holdfast.snapshot.memory.arena import READY, Arena
+from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +36,7 @@ def flip(run, rank, where, age=0):
 
 def crash_without_keeper(run, step=6):
     """All ranks die right after `commit`, and nobody is left to write memory to disk; how many snapshots a rank holds."""
-    from holdfast.snapshot.place import Place
+    from holdfast.snapshot.memory.run_memory import Place
 
     run.faults = [Fault("stop", rank=-1, step=step, point="committed")]
     run.pace = 0.02

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.journal import read_journal
-
-from .harness import nothing_left, wait_for
+from holdfast.system.journal import read_journal
+from tests.snapshot.harness import nothing_left, wait_for
 
 pytestmark = pytest.mark.distributed
 EXAMPLES = Path(__file__).parents[2] / "examples"

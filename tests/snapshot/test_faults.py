@@ -5,8 +5,8 @@ To repeat one seed: pytest tests/snapshot/test_faults.py -m '' -k 'seed17-'
 
 import pytest
 
-from .harness import Run
-from .injection.campaign import campaign
+from tests.snapshot.harness import Run
+from tests.snapshot.injection.campaign import campaign
 
 FEW, MANY = 100, 1500
 SEEDS = [pytest.param(n, id=f"seed{n}-", marks=[pytest.mark.slow] if n >= FEW else []) for n in range(MANY)]
@@ -14,7 +14,7 @@ SEEDS = [pytest.param(n, id=f"seed{n}-", marks=[pytest.mark.slow] if n >= FEW el
 
 @pytest.fixture(scope="module")
 def outcome_of(request, tmp_path_factory, oracle):
-    from .harness import memory_folder
+    from tests.snapshot.harness import memory_folder
 
     folder = tmp_path_factory.mktemp("faults")
     seeds = [

@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 
 from holdfast.checkpoint import retention
-
-from .model import files, ranks
-from .model.explorer import Explored, explore
+from tests.snapshot.model import files, ranks
+from tests.snapshot.model.explorer import Explored, explore
 
 DRIFT_ALONE = {"kills": 0, "saves": 0, "persists": 0, "crashes": 0}
 

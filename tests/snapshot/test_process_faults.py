@@ -3,8 +3,7 @@
 import pytest
 
 from holdfast.checkpoint.folder import checkpoints_in
-
-from .harness import Fault, run_to_the_end
+from tests.snapshot.harness import Fault, run_to_the_end
 
 pytestmark = pytest.mark.distributed
 

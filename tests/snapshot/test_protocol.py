@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.snapshot.arena import NOTHING, READY, WRITING, SlotHeader
-from holdfast.snapshot.holder import slots_to_use
+from holdfast.snapshot.memory.arena import NOTHING, READY, WRITING, SlotHeader
+from holdfast.snapshot.memory.slot_allocator import slots_to_use
 
 STEPS = 12
 

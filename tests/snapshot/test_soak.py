@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from .harness import Fault
+from tests.snapshot.harness import Fault
 
 pytestmark = pytest.mark.distributed
 POINTS = ["forward", "backward", "committed", "stepped", "taken"]

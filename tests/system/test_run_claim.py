@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.system.run_claim import claim_run
 
 HOLD = """
 import sys, time
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.system.run_claim import claim_run
 try:
     claim_run(sys.argv[1])

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from holdfast.checkpoint import open_checkpoint
 from holdfast.config import Config, ParallelConfig
-from holdfast.journal import read_journal
+from holdfast.system.journal import read_journal
+from holdfast.train.checks.preflight import open_run_folder, resolve
 from holdfast.train.optim import LossScale
-from holdfast.train.preflight import open_run_folder, resolve
 from holdfast.train.step import Passes
 from holdfast.train.worker import run_worker
 from tests.corpus import write_sentences

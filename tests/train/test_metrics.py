@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.journal import read_journal
+from holdfast.system.journal import read_journal
 from holdfast.train.metrics import Iteration, Reporter, terminal_line
 from tests.disks import small_disk
 

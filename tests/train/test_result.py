@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.journal import Journal
-from holdfast.train.result import print_result
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import Journal
+from holdfast.train.run_files.result import print_result
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdfast.config import Config, OptimizerConfig, TrainConfig, read_config
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.train.schedule import batches_of, schedule_of
 
 BATCH, STEPS = 4, 50

@@ -15,10 +15,10 @@ import pytest
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.config import read_config
-from holdfast.errors import HoldfastError
-from holdfast.journal import read_journal
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import read_journal
+from holdfast.train.checks.preflight import open_run_folder, resolve
 from holdfast.train.command import parse
-from holdfast.train.preflight import open_run_folder, resolve
 from tests.corpus import VOCABULARY, write_dataset
 from tests.disks import small_disk
 
@@ -168,7 +168,7 @@ def test_a_terminal_shows_one_short_line_per_step_and_what_comes_next(prefix, tm
 def test_a_sign_of_life_comes_before_torch_is_imported(prefix, tmp_path):
     """The line is printed by a process that has not loaded torch."""
     code = (
-        "import sys, holdfast.progress as progress\n"
+        "import sys, holdfast.system.progress as progress\n"
         "from holdfast.train.command import parse, train_command\n"
         "def say(line, **_): print('torch' in sys.modules, line); raise SystemExit\n"
         "import holdfast.train.command as command; command.say = say\n"

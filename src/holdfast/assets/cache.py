@@ -17,7 +17,7 @@ import urllib.parse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast import publish
+from holdfast.system import atomic_files as publish
 
 RECORD = ".record.json"
 LONGEST_NAME = 180  # bytes; file systems allow 255, and temporary names need room for their additions

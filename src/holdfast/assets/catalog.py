@@ -7,7 +7,7 @@ import difflib
 import os
 from dataclasses import dataclass, field
 
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 _BUCKET = "https://s3.amazonaws.com/models.huggingface.co/bert"
 _HUB = "https://huggingface.co"

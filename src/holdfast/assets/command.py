@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.flags import positional
+from holdfast.command_line.flags import positional
+from holdfast.system.errors import HoldfastError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class FetchStormOptions:
 
 def fetch_storm(options: FetchStormOptions) -> None:
     from holdfast.assets import storm
-    from holdfast.progress import count_of
+    from holdfast.system.progress import count_of
 
     if options.ranks < 1 or options.iterations < 1:
         raise UsageError("--ranks and --iterations start at 1")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast import publish
 from holdfast.assets import cache
 from holdfast.assets.cache import Entry, Record
 from holdfast.assets.catalog import Wanted, is_known, is_url, wanted_file, wanted_files
@@ -18,9 +17,10 @@ from holdfast.assets.part import Part
 from holdfast.assets.sources import SourceError
 from holdfast.assets.transfer import Deadline, Transfer
 from holdfast.assets.waiting import Watch
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.progress import progress
+from holdfast.system import atomic_files as publish
+from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.leases import HeldLease, Lease, LeaseLost, claim, newest_lease, this_machine
+from holdfast.system.progress import progress
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from holdfast.assets.cache import name_in_url, safe_name
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 if TYPE_CHECKING:
     import ssl

@@ -15,8 +15,8 @@ from holdfast.assets.cache import name_in_url, without_credentials
 from holdfast.assets.catalog import Wanted
 from holdfast.assets.part import Description, Part
 from holdfast.assets.sources import NotResumable, Resume, SourceError, Stream, TryAgain, open_source
-from holdfast.errors import HoldfastError
-from holdfast.progress import Bar
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import Bar
 
 ATTEMPTS = 6
 FIRST_PAUSE = 0.5

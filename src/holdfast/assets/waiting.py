@@ -10,9 +10,9 @@ from pathlib import Path
 from holdfast.assets.cache import name_in_url, without_credentials
 from holdfast.assets.catalog import Wanted
 from holdfast.assets.transfer import Deadline, TimeIsUp
-from holdfast.errors import HoldfastError
-from holdfast.progress import say
+from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import Lease, lease_seconds
+from holdfast.system.progress import say
 
 # A look costs a few system calls on a folder that thousands may share, so the pause grows with the wait.
 SHORTEST_PAUSE, LONGEST_PAUSE, SHARE_OF_WAIT = 0.04, 1.0, 0.15

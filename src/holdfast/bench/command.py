@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 Tables = dict[str, list[dict[str, Any]]]
 """Title to rows; a row's keys are the columns."""

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from holdfast.bench.plain_gpt import PlainGPT, PlainShape
 from holdfast.config import Config
 from holdfast.data.loader import BertMicroBatch, MicroBatch
-from holdfast.errors import UsageError
 from holdfast.models.layers import Shape
 from holdfast.parallel.layout import padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
+from holdfast.system.errors import UsageError
 from holdfast.train.families import bert_inputs, build_parts, compute_dtype, family_of, gpt_inputs, max_predictions
 from holdfast.train.optim import Arriving, GradientNorm, build_optimizer, clip_and_step
 from holdfast.train.step import Passes, PassInputs

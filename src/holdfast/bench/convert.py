@@ -22,7 +22,7 @@ import numpy as np
 from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.conversion.stream import Plan, PlannedFile, write_plan
 from holdfast.conversion.tensors import Tensor, tensor_of
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 MEMBER = "release/mp_rank_00/model_optim_rng.pt"
 VOCABULARY, PADDED = 50257, 50304

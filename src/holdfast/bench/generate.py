@@ -15,8 +15,8 @@ from typing import Any
 
 from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.config import Config, DataConfig, ModelConfig, read_config
-from holdfast.errors import HoldfastError
-from holdfast.progress import say
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import say
 
 PEERS = ("hf", "hf-static")
 Write = Callable[[], Any]

@@ -23,7 +23,7 @@ import numpy as np
 
 from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.bench.preprocess_peers import PEERS
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import Recipe, read_recipe
 
 MEGATRON = {"megatron": "preprocess_data.py", "megatron-fast": "preprocess_data_fast.py"}

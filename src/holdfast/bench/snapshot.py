@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.bench.command import Tables, refuse_unknown, show
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 RIVALS = ("torch.save", "dcp.save", "dcp.async_save")
 SHAPES: dict[str, dict[str, int]] = {
@@ -149,7 +149,7 @@ def _clean(work: Path, memory: str) -> None:
     """Ends the keeper of the crashed run and frees its memory."""
     import signal
 
-    from holdfast.snapshot.place import Place, read_json
+    from holdfast.snapshot.memory.run_memory import Place, read_json
 
     place = Place.of("bench", work, memory)
     keeper = read_json(place.path / "keeper.json")

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
-from holdfast.progress import say
+from holdfast.system.progress import say
 
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ import orjson
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -17,7 +17,7 @@ import socket
 from pathlib import Path
 
 from holdfast.checkpoint.manifest import FILE_NAME
-from holdfast.publish import fsync, publish_text, remove_temporaries
+from holdfast.system.atomic_files import fsync, publish_text, remove_temporaries
 from holdfast.system.leases import Identity, this_machine, this_process
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import _TYPES
 
 from holdfast.checkpoint.layout import ITEM_SIZES
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TYPES.items() if dtype and name in ITEM_SIZES}
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 PAGE = 4096
 LARGEST_HEADER = 100_000_000

@@ -18,8 +18,8 @@ from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.json_state import DTYPES
 from holdfast.checkpoint.reader import Tensors, open_checkpoint
 from holdfast.checkpoint.state import Item, State
-from holdfast.errors import HoldfastError
-from holdfast.progress import say
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import say
 
 
 def load(path: Path | str, state: State, optimizer: bool = True, weights_only: bool = False) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import orjson
 import xxhash
 
 from holdfast.checkpoint.layout import ITEM_SIZES, Layout, Piece
-from holdfast.errors import HoldfastError
 from holdfast.system.bounded_files import count_json_values, read_bounded
+from holdfast.system.errors import HoldfastError
 
 FILE_NAME = "MANIFEST.json"
 FORMAT = 1

@@ -26,8 +26,8 @@ from holdfast.checkpoint.manifest import (
     read_manifest,
 )
 from holdfast.checkpoint.plan import overlap
-from holdfast.errors import HoldfastError
 from holdfast.system.bounded_files import open_regular
+from holdfast.system.errors import HoldfastError
 
 # what numpy calls safetensors' dtypes; bfloat16 and float8 have no name there and come as unsigned integers of their bits
 NUMPY_TYPES = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.folder import checkpoints_in, new_temporary
 from holdfast.checkpoint.manifest import FILE_NAME
 from holdfast.checkpoint.reader import open_checkpoint
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 
 def retain(

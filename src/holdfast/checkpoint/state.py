@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from holdfast.checkpoint.json_state import DTYPE_NAMES, DTYPES, decode, encode
 from holdfast.checkpoint.layout import Piece
 from holdfast.checkpoint.plan import Held
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 NUMBER = (int, float)  # as a tuple: a union is made anew, and asked slowly, for every tensor of every snapshot
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

@@ -32,7 +32,7 @@ from holdfast.checkpoint.manifest import (
 from holdfast.checkpoint.plan import Held, divide, plan_hash, ranks_to_persist, tensors_of
 from holdfast.checkpoint.retention import retain
 from holdfast.checkpoint.state import Item, State
-from holdfast.publish import explain_os_error, fsync
+from holdfast.system.atomic_files import explain_os_error, fsync
 
 
 def save(

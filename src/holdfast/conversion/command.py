@@ -5,7 +5,7 @@ from holdfast.conversion.options import ConvertOptions
 
 def convert(options: ConvertOptions) -> None:
     from holdfast.conversion.converting import run_conversion
-    from holdfast.progress import say
+    from holdfast.system.progress import say
 
     report = run_conversion(options.source, options.destination, options.to, options)
     say(f"{options.source}: {report.source}")

@@ -13,12 +13,12 @@ from holdfast.conversion.model import Model, with_vocabulary
 from holdfast.conversion.options import Options, Target
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan, write_plan
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.publish import publish_folder
+from holdfast.system.atomic_files import publish_folder
+from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.tokenizers.folder import FILE_KEYS, KEYS
 
 if TYPE_CHECKING:
-    from holdfast.conversion.tokenizer_files import TokenizerFiles
+    from holdfast.conversion.huggingface.tokenizer_files import TokenizerFiles
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -88,7 +88,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "TokenizerFiles | None"]:
     """The true vocabulary size and the tokenizer's files, from the flags first, then from what the source names."""
-    from holdfast.conversion.tokenizer_files import choose_tokenizer, read_tokenizer
+    from holdfast.conversion.huggingface.tokenizer_files import choose_tokenizer, read_tokenizer
 
     given = {key: getattr(options, key) for key in KEYS}
     flags = any(given[key] for key in FILE_KEYS)
@@ -128,11 +128,11 @@ def settle_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | N
 def _plan(model: Model, tokenizer: "TokenizerFiles | None", to: Target, options: Options, destination: Path) -> Plan:
     dtype = DTYPES[options.dtype] if options.dtype else None
     if to == "hf":
-        from holdfast.conversion.huggingface_write import plan_huggingface
+        from holdfast.conversion.huggingface.write import plan_huggingface
 
         return plan_huggingface(model, tokenizer, dtype, options.max_shard_size, options.bin, options.keep_padding)
     if to == "megatron":
-        from holdfast.conversion.megatron_write import plan_megatron
+        from holdfast.conversion.megatron.write import plan_megatron
 
         from_megatron = model.facts.get("kind") == "megatron"
         version = 3.0 if from_megatron or options.checkpoint_version is None else options.checkpoint_version

@@ -12,8 +12,8 @@ from holdfast.config import Config, ModelConfig
 from holdfast.conversion.converting import convert
 from holdfast.conversion.holdfast_checkpoint import config_for
 from holdfast.conversion.sources import kind_of, read_model
-from holdfast.errors import HoldfastError
-from holdfast.progress import say
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import say
 
 # Keys of the model that do not decide what the weights compute.
 FREE = ("hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.conversion.raw_tensors import Array, Raw
+from holdfast.conversion.files.raw_tensors import Array, Raw
 
 Ids = NDArray[np.int64]
 VOCABULARY_BLOCK = 4096

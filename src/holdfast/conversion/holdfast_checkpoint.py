@@ -21,7 +21,9 @@ from holdfast.checkpoint.manifest import (
 from holdfast.checkpoint.plan import plan_hash
 from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
 from holdfast.config import Config, DataConfig, ModelConfig, config_from_tables, config_to_toml, read_config
-from holdfast.conversion.megatron_write import pad_rows
+from holdfast.conversion.files.zips import map_file
+from holdfast.conversion.huggingface.tokenizer_files import check_size
+from holdfast.conversion.megatron.write import pad_rows
 from holdfast.conversion.model import (
     VOCABULARY_TENSORS,
     WORD_EMBEDDINGS,
@@ -33,10 +35,8 @@ from holdfast.conversion.model import (
 )
 from holdfast.conversion.stream import Plan, PlannedFile
 from holdfast.conversion.tensors import WIDTHS, Piece, Tensor, bits_type
-from holdfast.conversion.tokenizer_files import check_size
-from holdfast.conversion.zips import map_file
-from holdfast.errors import HoldfastError
 from holdfast.system.bounded_files import read_bounded
+from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers.folder import KEYS, folder_contents, folder_names, read_folder
 
 MAX_CONFIG_BYTES = 1 << 20

@@ -5,13 +5,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from holdfast.conversion.archives import is_torch_file, load_torch
-from holdfast.conversion.budget import Budget
+from holdfast.conversion.files.archives import is_torch_file, load_torch
+from holdfast.conversion.files.budget import Budget
+from holdfast.conversion.megatron.rank_files import find_rank_files
 from holdfast.conversion.model import Model
-from holdfast.conversion.rank_files import find_rank_files
 from holdfast.conversion.sources import kind_of, read_model
-from holdfast.errors import HoldfastError
 from holdfast.inspection import Description, Reader
+from holdfast.system.errors import HoldfastError
 
 # Names that Megatron's own checkpoints mention besides torch's; anything else is worth a line.
 USUAL_NAMES = (

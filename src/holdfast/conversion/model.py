@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from holdfast.conversion.files.zips import Region, check_crc
 from holdfast.conversion.tensors import Tensor
-from holdfast.conversion.zips import Region, check_crc
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from holdfast.command_line.flags import positional
 from holdfast.config import TokenizerType
-from holdfast.flags import positional
 
 Target = Literal["hf", "megatron", "holdfast"]
 

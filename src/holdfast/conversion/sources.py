@@ -3,13 +3,13 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from holdfast.conversion.archives import is_torch_file
-from holdfast.conversion.huggingface_read import is_huggingface, read_huggingface
-from holdfast.conversion.megatron_read import read_megatron
+from holdfast.conversion.files.archives import is_torch_file
+from holdfast.conversion.files.zips import is_zip, map_file
+from holdfast.conversion.huggingface.read import is_huggingface, read_huggingface
+from holdfast.conversion.megatron.read import read_megatron
+from holdfast.conversion.megatron.torch_dist import is_torch_dist, read_torch_dist
 from holdfast.conversion.model import Model
-from holdfast.conversion.torch_dist import is_torch_dist, read_torch_dist
-from holdfast.conversion.zips import is_zip, map_file
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 
 def kind_of(path: Path) -> str | None:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.conversion.files.torch_files import TorchLayout, lay_out_torch
+from holdfast.conversion.files.zips import Region, check_crc
 from holdfast.conversion.model import Mapped
 from holdfast.conversion.tensors import BLOCK_BYTES, Tensor
-from holdfast.conversion.torch_files import TorchLayout, lay_out_torch
-from holdfast.conversion.zips import Region, check_crc
-from holdfast.progress import progress
+from holdfast.system.progress import progress
 
 FORGET_EVERY = 32 << 20
 _LOCAL = threading.local()

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.conversion.huggingface_read import read_json
+from holdfast.conversion.files.raw_tensors import Array
+from holdfast.conversion.files.safetensors_files import read_safetensors
+from holdfast.conversion.huggingface.read import read_json
+from holdfast.conversion.huggingface.tokenizer_files import TokenizerFiles
 from holdfast.conversion.model import VOCABULARY_TENSORS, Mapped, Model
-from holdfast.conversion.raw_tensors import Array
-from holdfast.conversion.safetensors_files import read_safetensors
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import FORGET_EVERY, Plan, forget
 from holdfast.conversion.tensors import Tensor
-from holdfast.conversion.tokenizer_files import TokenizerFiles
 from holdfast.conversion.verify_sides import Side, open_side
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers.folder import recipe_of
 
 TOKENS = 16

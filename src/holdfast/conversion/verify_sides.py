@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
-from holdfast.conversion.budget import Budget
+from holdfast.conversion.files.budget import Budget
+from holdfast.conversion.files.raw_tensors import Array, Raw, floats, raw_of, raw_of_stored
 from holdfast.conversion.forward import Ids, huggingface_forward
 from holdfast.conversion.holdfast_checkpoint import config_of
-from holdfast.conversion.huggingface_names import with_prefixes
-from holdfast.conversion.huggingface_read import read_json, read_weights
-from holdfast.conversion.megatron_forward import Part, Settings, find, run_megatron
-from holdfast.conversion.rank_files import flatten, iteration_folder, read_ranks
-from holdfast.conversion.raw_tensors import Array, Raw, floats, raw_of, raw_of_stored
+from holdfast.conversion.huggingface.names import with_prefixes
+from holdfast.conversion.huggingface.read import read_json, read_weights
+from holdfast.conversion.megatron.forward import Part, Settings, find, run_megatron
+from holdfast.conversion.megatron.rank_files import flatten, iteration_folder, read_ranks
+from holdfast.conversion.megatron.torch_dist import Reader, read_args
 from holdfast.conversion.sources import kind_of
 from holdfast.conversion.tensors import bits_type
-from holdfast.conversion.torch_dist import Reader, read_args
 
 
 @dataclass(frozen=True)

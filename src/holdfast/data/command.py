@@ -76,8 +76,8 @@ class PreprocessOptions:
 
 
 def preprocess(options: PreprocessOptions) -> None:
-    from holdfast.data.preprocess import preprocess as run
-    from holdfast.progress import say
+    from holdfast.data.preprocess.options import preprocess as run
+    from holdfast.system.progress import say
 
     values = asdict(options)
     as_json = values.pop("json")
@@ -119,7 +119,7 @@ class MergeOptions:
 
 def merge(options: MergeOptions) -> None:
     from holdfast.data.merge import merge as run
-    from holdfast.progress import count_of, say
+    from holdfast.system.progress import count_of, say
 
     merged = run(options.input, options.output_prefix, overwrite=options.overwrite)
     counts = [count_of(merged.documents, "document"), count_of(merged.sequences, "sequence")]
@@ -161,8 +161,8 @@ class TokenizerTrainOptions:
 
 
 def train_tokenizer(options: TokenizerTrainOptions) -> None:
-    from holdfast.data.texts import Texts
-    from holdfast.progress import progress, say
+    from holdfast.data.sources.texts import Texts
+    from holdfast.system.progress import progress, say
     from holdfast.tokenizers.training import train_tokenizer as train
 
     with progress("tokenizer train") as bar:
@@ -182,6 +182,6 @@ def train_tokenizer(options: TokenizerTrainOptions) -> None:
 
 
 def _left_out(bad_lines: int) -> str:
-    from holdfast.progress import count_of
+    from holdfast.system.progress import count_of
 
     return f"{count_of(bad_lines, 'bad line')} {'was' if bad_lines == 1 else 'were'} left out"

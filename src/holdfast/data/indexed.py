@@ -15,8 +15,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.errors import HoldfastError
-from holdfast.publish import explain_os_error, fsync, rename_into_place, temporary_beside
+from holdfast.system.atomic_files import explain_os_error, fsync, rename_into_place, temporary_beside
+from holdfast.system.errors import HoldfastError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.data.indexed import IndexedDataset, pair_paths
-from holdfast.errors import HoldfastError
 from holdfast.inspection import Description, Reader
+from holdfast.system.errors import HoldfastError
 
 # Token ids are counted in at most this many tokens, spread evenly over the data.
 COUNTED_TOKENS = 1 << 26

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.data.blend import Samples
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.data.samples.blend import Samples
+from holdfast.system.errors import HoldfastError, UsageError
 
 # Steps that are read ahead of the one being trained on.
 PREFETCHED_STEPS = 2

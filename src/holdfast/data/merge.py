@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.data.append import append_file
 from holdfast.data.indexed import IndexedDataset, IndexPart, pair_paths, publish_pairs, write_index
-from holdfast.errors import HoldfastError
-from holdfast.progress import progress
-from holdfast.publish import check_can_write, explain_os_error, make_folder, temporary_beside
+from holdfast.data.preprocess.append import append_file
+from holdfast.system.atomic_files import check_can_write, explain_os_error, make_folder, temporary_beside
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import progress
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class DemoOptions:
 def demo_command(options: DemoOptions) -> None:
     from holdfast.demo import folder as own_folder
     from holdfast.demo.path import KILL_AT, STEPS, prepare, same_weights, train
-    from holdfast.errors import HoldfastError
-    from holdfast.progress import count_of, say
+    from holdfast.system.errors import HoldfastError
+    from holdfast.system.progress import count_of, say
 
     begin = time.perf_counter()
     keep, workdir = options.keep, options.workdir

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import orjson
 
-from holdfast.errors import HoldfastError
-from holdfast.publish import publish_file
+from holdfast.system.atomic_files import publish_file
+from holdfast.system.errors import HoldfastError
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 

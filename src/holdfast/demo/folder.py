@@ -7,8 +7,8 @@ itself writes are removed.
 import shutil
 from pathlib import Path
 
-from holdfast.errors import HoldfastError
-from holdfast.publish import explain_os_error
+from holdfast.system.atomic_files import explain_os_error
+from holdfast.system.errors import HoldfastError
 
 MARKER = ".holdfast-demo"
 WRITTEN = (

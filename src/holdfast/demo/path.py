@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.demo.corpus import collect_standard_library
-from holdfast.errors import HoldfastError
-from holdfast.journal import read_journal
-from holdfast.progress import progress, say
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import read_journal
+from holdfast.system.progress import progress, say
 
 VOCABULARY = 4096
 STEPS = 260
@@ -40,8 +40,8 @@ class Training:
 
 def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
     """Text, tokenizer, dataset. Returns the tokenizer's folder, the dataset's prefix and the numbers."""
-    from holdfast.data.preprocess import preprocess
-    from holdfast.data.texts import Texts
+    from holdfast.data.preprocess.options import preprocess
+    from holdfast.data.sources.texts import Texts
     from holdfast.tokenizers.training import train_tokenizer
 
     corpus, tokenizer = work / "corpus.jsonl", work / "tokenizer"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from holdfast.command_line.flags import positional
 from holdfast.config import TokenizerType
-from holdfast.errors import UsageError
-from holdfast.flags import positional
+from holdfast.system.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from holdfast.errors import HoldfastError, UsageError
 from holdfast.generation.decoding import Sequences
 from holdfast.generation.loading import Loaded, load_model
 from holdfast.generation.sampling import Sampling, draw
-from holdfast.progress import say
+from holdfast.system.errors import HoldfastError, UsageError
+from holdfast.system.progress import say
 
 # Sequences that are written side by side.
 ROWS = 64

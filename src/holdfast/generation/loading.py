@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from holdfast.conversion.holdfast_checkpoint import config_for
+from holdfast.conversion.huggingface.tokenizer_files import choose_tokenizer
 from holdfast.conversion.model import Model, check_sources
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.tensors import Tensor
-from holdfast.conversion.tokenizer_files import choose_tokenizer
-from holdfast.errors import HoldfastError
 from holdfast.models.gpt import GPT
 from holdfast.system.cpu_features import avoid_amx_traps
+from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import Tokenizer
 from holdfast.tokenizers.folder import describe, recipe_of
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast.errors import UsageError
 from holdfast.launch.options import SlurmOptions
 from holdfast.launch.pairs import pairs
-from holdfast.progress import count_of
+from holdfast.system.errors import UsageError
+from holdfast.system.progress import count_of
 
 
 @dataclass(frozen=True)

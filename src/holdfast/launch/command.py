@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast import flags
-from holdfast.errors import UsageError
+from holdfast.command_line import flags
 from holdfast.launch.options import (
     DaskOptions,
     DoctorOptions,
@@ -19,7 +18,8 @@ from holdfast.launch.options import (
     StatusOptions,
     StopOptions,
 )
-from holdfast.progress import count_of, say
+from holdfast.system.errors import UsageError
+from holdfast.system.progress import count_of, say
 
 LEAST = {
     "nodes": 1,
@@ -76,7 +76,7 @@ def slurm_train(options: SlurmOptions, arguments: Sequence[str]) -> None:
         show_scripts(scripts, options.json)
         return
     slurm.check(scripts["train.sbatch"])
-    from holdfast.train.preflight import open_run_folder
+    from holdfast.train.checks.preflight import open_run_folder
 
     with open_run_folder(plan.config):
         pass  # the job claims the folder again when it starts
@@ -114,7 +114,7 @@ def submit_scripts(run: Path, scripts: dict[str, str], as_json: bool) -> None:
     """Keeps the files in the run folder, submits them, and prints how to follow the jobs."""
     from holdfast.launch import control
     from holdfast.launch.batch import launch_folder
-    from holdfast.publish import publish_text
+    from holdfast.system.atomic_files import publish_text
 
     for name, text in scripts.items():
         publish_text(launch_folder(run) / name, text)

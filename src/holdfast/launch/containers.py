@@ -7,8 +7,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, UsageError
 from holdfast.launch.options import SlurmOptions
+from holdfast.system.errors import HoldfastError, UsageError
 
 
 def complete(options: SlurmOptions, paths: dict[str, str]) -> SlurmOptions:

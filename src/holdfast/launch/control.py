@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError
-from holdfast.journal import Journal, read_journal
 from holdfast.launch import slurm
 from holdfast.launch.batch import launch_folder
-from holdfast.progress import say
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import Journal, read_journal
+from holdfast.system.progress import say
 
 POLL_SECONDS = 1.0
 

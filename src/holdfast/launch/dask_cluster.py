@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.errors import HoldfastError
 from holdfast.launch.sharing import SKIPPED_LINES, Sharing
-from holdfast.progress import progress
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import progress
 
 RETRIES = 2
 CONNECT_SECONDS = 15

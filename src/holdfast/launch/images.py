@@ -10,9 +10,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.progress import say
-from holdfast.publish import publish_text, rename_into_place, temporary_beside
+from holdfast.system.atomic_files import publish_text, rename_into_place, temporary_beside
+from holdfast.system.errors import HoldfastError, UsageError
+from holdfast.system.progress import say
 
 DOCKERFILE = Path("deploy", "containers", "Dockerfile")
 TAG = "holdfast:latest"

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from holdfast.errors import HoldfastError, UsageError
 from holdfast.launch.options import KubernetesOptions
 from holdfast.launch.pairs import pairs
+from holdfast.system.errors import HoldfastError, UsageError
 
 Manifest = dict[str, Any]
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 PINGS = 20
 PAYLOAD = 64 << 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from holdfast.flags import positional, remainder, short
+from holdfast.command_line.flags import positional, remainder, short
 
 
 @dataclass(frozen=True)

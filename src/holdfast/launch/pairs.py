@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 
 def pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.config import Config, read_config
-from holdfast.errors import HoldfastError, UsageError
 from holdfast.parallel.layout import Layout, layout_of
-from holdfast.train.paths import is_weight, with_absolute_paths
+from holdfast.system.errors import HoldfastError, UsageError
+from holdfast.train.run_files.paths import is_weight, with_absolute_paths
 
 TOKENIZER_KEYS = ("vocab_file", "merge_file", "tokenizer_model")
 
@@ -58,8 +58,8 @@ class Plan:
 def plan_training(arguments: Sequence[str], nodes: int, gpus_per_node: int | None, here: bool = True) -> Plan:
     """The plan for `train` arguments, or an error with the reason. `here`: the job's files can be seen from this machine."""
     from holdfast.conversion.for_training import loads_other_format
+    from holdfast.train.checks.preflight import check_data, resolve
     from holdfast.train.command import parse
-    from holdfast.train.preflight import check_data, resolve
 
     for word in arguments:
         if (own := SET_BY_JOB.get(word.split("=")[0].replace("_", "-"))) is not None:
@@ -101,7 +101,7 @@ def snapshot_bytes(plan: Plan) -> int:
     """Most that the snapshots take in a node's memory."""
     from holdfast.models.flops import matrix_weights
     from holdfast.parallel.layout import padded_vocab_size
-    from holdfast.snapshot.arena import slots_at_most
+    from holdfast.snapshot.memory.arena import slots_at_most
 
     model, layout, parallel = plan.config.model, plan.layout, plan.config.parallel
     if model.vocab_size is None:

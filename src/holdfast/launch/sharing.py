@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast import flags
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.train.paths import absolute, existing
+from holdfast.command_line import flags
+from holdfast.system.errors import HoldfastError, UsageError
+from holdfast.train.run_files.paths import absolute, existing
 
 # `holdfast preprocess` ends with this code when all is done but lines were skipped, as the user allowed.
 SKIPPED_LINES = 3

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.progress import count_of
+from holdfast.system.errors import HoldfastError, UsageError
+from holdfast.system.progress import count_of
 
 # Slurm forgets ended jobs after MinJobAge (five minutes on most sites); these states are of jobs that will still do something.
 ACTIVE = {

@@ -7,8 +7,8 @@ grid's axes are (pipeline, replica, shard, context, tensor); replica × shard is
 from dataclasses import dataclass
 
 from holdfast.config import Config, ModelConfig, ParallelConfig
-from holdfast.errors import HoldfastError
-from holdfast.progress import count_of
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import count_of
 
 AXES = ("pipeline", "replica", "shard", "context", "tensor")
 

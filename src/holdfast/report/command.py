@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.flags import positional
+from holdfast.command_line.flags import positional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class ReportOptions:
 
 
 def report_command(options: ReportOptions) -> None:
-    from holdfast.publish import publish_text
     from holdfast.report.page import render
     from holdfast.report.reading import read_run
+    from holdfast.system.atomic_files import publish_text
 
     page = render(read_run(options.run))
     path = options.output or options.run / "report.html"

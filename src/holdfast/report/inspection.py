@@ -10,14 +10,14 @@ from typing import Any
 
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.config import Config, ParallelConfig
-from holdfast.errors import HoldfastError
 from holdfast.inspection import Description, Reader
 from holdfast.report.description import description_lines
 from holdfast.report.events import describe_event, last_failure
 from holdfast.report.reading import Run, read_run
 from holdfast.snapshot.inspection import arena_troubles, disk_troubles
-from holdfast.snapshot.place import MEMORY, places
+from holdfast.snapshot.memory.run_memory import MEMORY, places
 from holdfast.snapshot.report import disk_only_facts, is_run_folder, resume_advice, run_facts
+from holdfast.system.errors import HoldfastError
 
 VERIFIED_BYTES = 8e9
 """Checksums of so many bytes of checkpoints are compared, newest checkpoint first; the others are checked by size."""

@@ -13,9 +13,9 @@ from typing import Any
 from holdfast.checkpoint.folder import LATEST, checkpoints_in
 from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
 from holdfast.config import Config, read_config
-from holdfast.errors import HoldfastError
-from holdfast.journal import read_journal
 from holdfast.snapshot.report import is_run_folder
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import read_journal
 
 Series = list[tuple[float, float]]
 

@@ -2,9 +2,9 @@
 
     from holdfast.snapshot import Snapshots
 
-See `snapshots.py` for the loop. Files from here down: `place` (where), `arena` (the memory), `desk` (a rank's control
-page), `digest`, `copying` (the copy), `holder` (what, into which slot), `team` (what all ranks have), `persisting`
-(memory → disk), `keeper` (the process), `peers` (other nodes), `resume` (which state to continue from).
+See `snapshots.py` for the loop and `restore.py` for the choice of the state to continue from. Below them: `memory/` (arenas,
+slots, checksums, the copy), `ranks/` (status pages, collective decisions, stop signals) and `keeper/` (the process that
+outlives the trainer, writes checkpoints and exchanges slots with peer nodes).
 """
 
 from typing import TYPE_CHECKING, Any

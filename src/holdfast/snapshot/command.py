@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError
-from holdfast.flags import positional
+from holdfast.command_line.flags import positional
+from holdfast.system.errors import HoldfastError
 
 ANSWER_SECONDS = 600.0
 
@@ -48,7 +48,7 @@ def snapshots(options: SnapshotsOptions) -> None:
 
 def find_run(run: str, memory: str, verify: bool) -> dict[str, Any]:
     """What is held of the run of this name or folder. A name that is no run is an error that lists the runs there are."""
-    from holdfast.snapshot.place import find_place, places
+    from holdfast.snapshot.memory.run_memory import find_place, places
     from holdfast.snapshot.report import disk_only_facts, is_run_folder, run_facts, run_folders_in
 
     folder = real_path(run)
@@ -95,7 +95,7 @@ class PersistOptions:
 
 
 def persist(options: PersistOptions) -> None:
-    from holdfast.snapshot.place import find_place
+    from holdfast.snapshot.memory.run_memory import find_place
 
     real_path(options.run)  # a symbolic link that leads to itself is an error
     path = persist_now(find_place(options.run, options.snapshot_dir), options.stop)
@@ -111,8 +111,8 @@ def persist(options: PersistOptions) -> None:
 
 def persist_now(place: Any, stop: bool) -> Path:
     """Asks the keeper; one is started where there is none."""
-    from holdfast.snapshot.place import keeper_alive, read_json, write_json
-    from holdfast.snapshot.starting import start_keeper
+    from holdfast.snapshot.keeper.starting import start_keeper
+    from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, write_json
 
     name = f"{time.time_ns():020d}-persist"
     write_json(place.requests / f"{name}.json", {"kind": "persist", "stop": stop})

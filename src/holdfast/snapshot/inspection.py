@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError
 from holdfast.inspection import Description, Reader
-from holdfast.snapshot.arena import Arena
-from holdfast.snapshot.place import Place, read_json
+from holdfast.snapshot.memory.arena import Arena
+from holdfast.snapshot.memory.run_memory import Place, read_json
 from holdfast.snapshot.report import arena_facts, run_facts, run_lines, slot_cells, table
+from holdfast.system.errors import HoldfastError
 
 
 def recognises(path: Path) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.errors import HoldfastError
-from holdfast.progress import say
-from holdfast.publish import publish_bytes, remove_temporaries
+from holdfast.system.atomic_files import publish_bytes, remove_temporaries
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import say
 
 LIMIT = 2
 NEAR = 100

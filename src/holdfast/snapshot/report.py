@@ -9,11 +9,11 @@ from typing import Any
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
 from holdfast.checkpoint.reader import Checkpoint
-from holdfast.errors import HoldfastError
-from holdfast.journal import read_journal
-from holdfast.snapshot.arena import EMPTY, READY, SLOTS, STATES, Arena, DamagedError
-from holdfast.snapshot.persisting import Held, OvertakenError, common_steps, newest_generation
-from holdfast.snapshot.place import Place, keeper_alive, open_arenas
+from holdfast.snapshot.keeper.checkpoint_writer import Held, OvertakenError, common_steps, newest_generation
+from holdfast.snapshot.memory.arena import EMPTY, READY, SLOTS, STATES, Arena, DamagedError
+from holdfast.snapshot.memory.run_memory import Place, keeper_alive, open_arenas
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import read_journal
 from holdfast.system.leases import lease_seconds, newest_lease, this_machine
 from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
 

@@ -32,21 +32,21 @@ import torch.distributed as dist
 from holdfast.checkpoint.collective import agree
 from holdfast.checkpoint.json_state import encode
 from holdfast.checkpoint.state import State
-from holdfast.errors import HoldfastError
-from holdfast.journal import PatientJournal
-from holdfast.progress import say
-from holdfast.snapshot.arena import DamagedError
-from holdfast.snapshot.copying import Copy
-from holdfast.snapshot.desk import FINISHED, STOPPED, Desk, desk_name
-from holdfast.snapshot.holder import Holder
-from holdfast.snapshot.keeper_client import KeeperClient
+from holdfast.snapshot.keeper.client import KeeperClient
+from holdfast.snapshot.keeper.starting import start_keeper
+from holdfast.snapshot.memory.arena import DamagedError
+from holdfast.snapshot.memory.copier import Copy
+from holdfast.snapshot.memory.random_state import Extra, random_state
+from holdfast.snapshot.memory.run_memory import MEMORY, Place, open_private, remove_stale, write_json
+from holdfast.snapshot.memory.slot_allocator import Holder
 from holdfast.snapshot.nan_guard import NanGuard
-from holdfast.snapshot.place import MEMORY, Place, open_private, remove_stale, write_json
-from holdfast.snapshot.resume import restore
-from holdfast.snapshot.smallstate import Extra, random_state
-from holdfast.snapshot.starting import start_keeper
-from holdfast.snapshot.team import Heard, Team
-from holdfast.snapshot.wishes import SAVE, STOP, Wishes
+from holdfast.snapshot.ranks.rank_group import Heard, Team
+from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, Desk, desk_name
+from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, Wishes
+from holdfast.snapshot.restore import restore
+from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import PatientJournal
+from holdfast.system.progress import say
 from holdfast.system.run_claim import RunClaim, RunInUse, claim_run
 
 MOVE_IN_SECONDS = 10.0

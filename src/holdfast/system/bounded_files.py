@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 MAX_JSON_VALUES = 1_000_000
 

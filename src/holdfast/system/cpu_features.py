@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from holdfast.errors import HoldfastError
-from holdfast.progress import say
-from holdfast.publish import publish_text
+from holdfast.system.atomic_files import publish_text
+from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import this_machine
+from holdfast.system.progress import say
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX = "AVX512_CORE_FP16"

@@ -22,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from holdfast.errors import UsageError
+from holdfast.system.errors import UsageError
 
 PREFIX, DRAFT = ".lease-", ".claim-"
 LEASE_SECONDS = 60.0

@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from holdfast.errors import HoldfastError
-from holdfast.progress import say
-from holdfast.publish import explain_os_error
+from holdfast.system.atomic_files import explain_os_error
+from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import (
     DRAFT,
     PREFIX,
@@ -30,6 +29,7 @@ from holdfast.system.leases import (
     newest_lease,
     this_machine,
 )
+from holdfast.system.progress import say
 
 FOLDER = ".claim"
 BEAT_SECONDS = 5.0

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import tables
 from holdfast.tokenizers.recipe import Recipe
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers.recipe import Recipe, read_recipe, source_files
 
 FORMAT = "holdfast tokenizer"

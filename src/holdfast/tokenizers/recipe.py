@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import orjson
 
 from holdfast.config import TokenizerType
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.system.errors import HoldfastError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 MERGE = re.compile(r"^(?!#version)[^ \n]* [^ \n]*$", re.MULTILINE)

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 _OTHER = r"[^\s\p{L}\p{N}]"
 _LEAD = r"[^\r\n\p{L}\p{N}]"

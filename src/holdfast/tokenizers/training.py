@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import orjson
 
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.publish import check_can_write, publish_bytes
+from holdfast.system.atomic_files import check_can_write, publish_bytes
+from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.tokenizers.background import Background
 from holdfast.tokenizers.recipe import END_OF_TEXT
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast import flags
+from holdfast.command_line import flags
 from holdfast.config import Config, config_to_toml
-from holdfast.errors import REFUSED, HoldfastError, UsageError
-from holdfast.progress import count_of, say
+from holdfast.system.errors import REFUSED, HoldfastError, UsageError
+from holdfast.system.progress import count_of, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class TrainOptions:
 
     @staticmethod
     def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-        from holdfast.train.identity import read_run_config
+        from holdfast.train.checks.identity import read_run_config
 
         read = {"config": read_run_config(given["file"])} if given.get("file") else {}
         return {"vocab_size_given": "vocab_size" in given, **read}
@@ -64,14 +64,14 @@ def train_command(options: TrainOptions) -> None:
         print(config_to_toml(options.config, comments=True), end="")
         return
     config = take_slurm(options.config)
-    from holdfast.train.host_checks import check_host
-    from holdfast.train.preflight import check_data, check_run_folder, open_run_folder, resolve
+    from holdfast.train.checks.host_checks import check_host
+    from holdfast.train.checks.preflight import check_data, check_run_folder, open_run_folder, resolve
 
     config, layout = resolve(config, vocab_size_given=options.vocab_size_given)
     if options.dry_run:
         from json import dumps
 
-        from holdfast.train.estimate import describe
+        from holdfast.train.checks.estimate import describe
 
         description = describe(config, layout)
         print(dumps({"ranks": layout.world, "description": description}) if options.json else description)
@@ -85,7 +85,7 @@ def train_command(options: TrainOptions) -> None:
     for line in (f"starting {count_of(config.parallel.nproc_per_node, 'rank')}{nodes}{into}", *warnings):
         say(line)
     with _quiet_interrupt():
-        from holdfast.train.result import print_result
+        from holdfast.train.run_files.result import print_result
         from holdfast.train.supervisor import start_ranks
     with open_run_folder(config) as config, print_result(config.train.save) if options.json else nullcontext():
         if converts:
@@ -135,7 +135,7 @@ def worker_main() -> None:
     """`python -m holdfast.train`: one rank, started by the supervisor or by torchrun."""
     supervised = "HOLDFAST_SUPERVISED" in os.environ
     if supervised:
-        from holdfast.train.rank_log import redirect_output
+        from holdfast.train.run_files.rank_log import redirect_output
 
         redirect_output()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the supervisor starts ranks with its signals blocked
@@ -161,8 +161,8 @@ def _fail() -> None:
 
 
 def _run_rank(supervised: bool) -> None:
-    from holdfast.train.host_checks import check_memory
-    from holdfast.train.preflight import check_data, open_run_folder, resolve
+    from holdfast.train.checks.host_checks import check_memory
+    from holdfast.train.checks.preflight import check_data, open_run_folder, resolve
     from holdfast.train.worker import run_worker
 
     options = parse(sys.argv[1:])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.config import Config
-from holdfast.journal import read_journal
+from holdfast.system.journal import read_journal
 
 
 def describe_end(config: Config) -> list[str]:

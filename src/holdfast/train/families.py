@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config import Config
-from holdfast.data.bert_samples import SPECIAL_TOKENS, BertRules, BertVocabulary, build_bert_splits
-from holdfast.data.gpt_samples import build_gpt_splits
 from holdfast.data.loader import Batches, BertBatches, BertMicroBatch, DocumentRules, MicroBatch, RankBatches
-from holdfast.data.masking import Masking
-from holdfast.errors import HoldfastError
+from holdfast.data.samples.bert import SPECIAL_TOKENS, BertRules, BertVocabulary, build_bert_splits
+from holdfast.data.samples.gpt import build_gpt_splits
+from holdfast.data.samples.masking import Masking
 from holdfast.models.bert import BERT
 from holdfast.models.gpt import GPT
 from holdfast.models.initial import initial_value
 from holdfast.parallel.cut import cut_and_fill
 from holdfast.parallel.layout import padded_vocab_size, stage_layers
 from holdfast.parallel.mesh import Grid
-from holdfast.train.preflight import tokenizer_of
+from holdfast.system.errors import HoldfastError
+from holdfast.train.checks.preflight import tokenizer_of
 from holdfast.train.schedule import batches_of
 from holdfast.train.step import PassInputs
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from holdfast import checkpoint
 from holdfast.config import Config
-from holdfast.errors import HoldfastError
 from holdfast.models.initial import VOCABULARY_ROWS
 from holdfast.parallel.mesh import Grid
-from holdfast.progress import say
 from holdfast.snapshot import Snapshots
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import say
 from holdfast.train.optim import LossScale
 
 # With snapshot_interval 0 only saves copy the state.

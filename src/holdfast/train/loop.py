@@ -23,7 +23,7 @@ from holdfast.models.flops import flops_per_token
 from holdfast.parallel.layout import Layout, padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
-from holdfast.progress import say
+from holdfast.system.progress import say
 from holdfast.train.families import Feed, build_parts, compute_dtype, family_of
 from holdfast.train.holding import Holding, Progress
 from holdfast.train.metrics import Iteration, Reporter, name_terms

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.journal import PatientJournal
 from holdfast.models.flops import peak_flops
-from holdfast.progress import say
+from holdfast.system.journal import PatientJournal
+from holdfast.system.progress import say
 
 COLUMNS = 80
 

@@ -9,9 +9,9 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from holdfast.errors import HoldfastError
-from holdfast.progress import say
-from holdfast.train.host_checks import listen
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import say
+from holdfast.train.checks.host_checks import listen
 
 FIRST_LINE_SECONDS, LINE_SECONDS = 3.0, 10.0
 CONNECT_SECONDS = 2.0

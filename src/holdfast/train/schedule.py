@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from holdfast.config import Config
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from holdfast.config import Config, config_to_toml
-from holdfast.errors import REFUSED, HoldfastError
-from holdfast.journal import PatientJournal
-from holdfast.progress import count_of, say
-from holdfast.publish import publish_text
+from holdfast.system.atomic_files import publish_text
 from holdfast.system.cpu_features import avoid_amx_traps, explain_sigill, reports_amx
+from holdfast.system.errors import REFUSED, HoldfastError
+from holdfast.system.journal import PatientJournal
+from holdfast.system.progress import count_of, say
+from holdfast.train.checks.host_checks import endpoint_of
 from holdfast.train.ending import describe_end
-from holdfast.train.host_checks import endpoint_of
 from holdfast.train.nodes import meet_nodes
-from holdfast.train.rank_log import FOLDER_VARIABLE, last_lines, rank_log
+from holdfast.train.run_files.rank_log import FOLDER_VARIABLE, last_lines, rank_log
 
 MONITOR_SECONDS = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)

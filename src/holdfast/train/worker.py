@@ -11,11 +11,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.rendezvous import rendezvous
 
 from holdfast.config import Config
-from holdfast.errors import REFUSED, HoldfastError
 from holdfast.parallel.layout import layout_of
 from holdfast.parallel.mesh import build_grid, pick_device
-from holdfast.progress import say
 from holdfast.system.cpu_features import avoid_amx_traps
+from holdfast.system.errors import REFUSED, HoldfastError
+from holdfast.system.progress import say
 from holdfast.train.families import Feed
 from holdfast.train.loop import Outcome, run_rank, tell_start
 

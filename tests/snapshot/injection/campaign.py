@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..harness import context
-from .layer import Site
-from .scenario import KINDS, Outcome, Scenario, choose
+from tests.snapshot.harness import context
+from tests.snapshot.injection.layer import Site
+from tests.snapshot.injection.scenario import KINDS, Outcome, Scenario, choose
 
 WORKERS = 4
 SEED_LIMIT = 400.0

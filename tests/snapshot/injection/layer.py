@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-MODULES = ("holdfast.snapshot.", "holdfast.checkpoint.", "holdfast.publish", "holdfast.journal", "holdfast.system.")
+MODULES = ("holdfast.snapshot.", "holdfast.checkpoint.", "holdfast.system.")
 BETWEEN = ("pathlib", "shutil", "contextlib", "tempfile", "threading", "concurrent.", __name__)
 """Modules that make the call for another one."""
 OCCURRENCES = 3

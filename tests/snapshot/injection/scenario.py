@@ -22,10 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast.errors import HoldfastError
-
-from ..harness import Run, build, state_hash
-from .layer import Fault, Layer, Site, faults_of, install, note
+from holdfast.system.errors import HoldfastError
+from tests.snapshot.harness import Run, build, state_hash
+from tests.snapshot.injection.layer import Fault, Layer, Site, faults_of, install, note
 
 STEPS, SAVE_EVERY, KEEP_LAST, KILLED_AFTER = 6, 2, 2, 3
 START_LIMIT, END_LIMIT = 100.0, 60.0
@@ -178,7 +177,7 @@ class Scenario:
             wrong.append(f"{sorted(path.name for path in on_disk)} are on disk with keep_last={KEEP_LAST}")
 
     def _left(self, keepers: Sequence[tuple[int, int]]) -> list[str]:
-        from holdfast.snapshot.desk import process_alive
+        from holdfast.snapshot.ranks.status_page import process_alive
 
         left = [f"keeper {process}" for process, started in keepers if process_alive(process, started)]
         left += [str(Path(folder, name)) for folder, _, names in os.walk(self.run.memory) for name in names]
@@ -186,7 +185,7 @@ class Scenario:
 
     def end(self) -> None:
         """Kills what is still there and removes the files."""
-        from holdfast.snapshot.desk import process_alive
+        from holdfast.snapshot.ranks.status_page import process_alive
 
         for process, started in self.trace("keeper"):
             if process_alive(int(process), int(started)):
@@ -205,7 +204,7 @@ def _live(scenario: Scenario, layer: Layer, die_after: int | None) -> None:
     status = 0
     try:
         shorten_waits()
-        starting = importlib.import_module("holdfast.snapshot.starting")
+        starting = importlib.import_module("holdfast.snapshot.keeper.starting")
         install(layer)
         starting.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
             run=lambda command, **named: _start_keeper(scenario, layer, command[-1], named),
@@ -286,8 +285,8 @@ def _start_keeper(scenario: Scenario, layer: Layer, path: str, named: dict[str, 
 
 
 def _keep(scenario: Scenario, layer: Layer, path: str, environment: dict[str, str]) -> None:
-    from holdfast.snapshot import keeper
-    from holdfast.snapshot.desk import start_time
+    from holdfast.snapshot.keeper import service as keeper
+    from holdfast.snapshot.ranks.status_page import start_time
 
     status = 0
     try:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.snapshot.arena import EMPTY, NOTHING, READY, WRITING, SlotHeader
-from holdfast.snapshot.desk import _FIELDS, NOT_HELD, SLOT_WORDS, Desk
-from holdfast.snapshot.holder import Holder
-from holdfast.snapshot.team import Heard, Team
+from holdfast.snapshot.memory.arena import EMPTY, NOTHING, READY, WRITING, SlotHeader
+from holdfast.snapshot.memory.slot_allocator import Holder
+from holdfast.snapshot.ranks.rank_group import Heard, Team
+from holdfast.snapshot.ranks.status_page import _FIELDS, NOT_HELD, SLOT_WORDS, Desk
 
 SLOTS = 3
 NO_PINS = (False,) * SLOTS

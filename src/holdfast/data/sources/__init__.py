@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 Value = str | list[str]
 

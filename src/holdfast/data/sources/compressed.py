@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 READ_BYTES = 1 << 17
 MAGICS = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst", b"BZh": "bz2"}

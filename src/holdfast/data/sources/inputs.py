@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.data.provenance import read_provenance
+from holdfast.data.preprocess.provenance import read_provenance
 from holdfast.data.sources import InputFile
 from holdfast.data.sources.compressed import sniff
 from holdfast.data.sources.recognition import wrong_encoding
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 PARQUET_MAGIC = b"PAR1"
 INPUT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".xml", ".parquet")

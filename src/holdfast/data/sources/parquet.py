@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from holdfast.data.sources import BadLine, Batch, InputFile, Unit, Value
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 BATCH_ROWS = 4096
 

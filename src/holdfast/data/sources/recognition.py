@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from holdfast.data.sources.compressed import open_stream, sniff
-from holdfast.errors import HoldfastError
+from holdfast.system.errors import HoldfastError
 
 HEAD_BYTES = 1 << 16
 FEWEST_BYTES = 8

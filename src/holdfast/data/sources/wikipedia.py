@@ -18,7 +18,7 @@ from holdfast.data.sources import BadLine, Batch, InputFile, Unit, Value
 from holdfast.data.sources.compressed import BZ2_STREAM, open_stream, sniff
 from holdfast.data.sources.prefetch import prefetched
 from holdfast.data.sources.wikitext import DROPPED_NAMESPACES, plain_text
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.system.errors import HoldfastError, UsageError
 
 KEYS = ("text", "title", "id")
 READ_BYTES = 1 << 16

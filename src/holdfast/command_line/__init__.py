@@ -1,0 +1,1 @@
+"""The one command-line parser: flags from options dataclasses, help pages, shell completion."""

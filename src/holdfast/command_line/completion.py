@@ -1,0 +1,231 @@
+"""The verb `completion`: shell scripts that complete verbs, flags, choices and file names.
+
+They are written from the same dataclasses as the parser and the help. A script is static: pressing TAB starts no Python.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from holdfast.command_line.flags import Flag, flags_of, options_of, positional
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    """Print a script that makes TAB complete verbs, flags, their values and file names.
+
+    Print it again after an update of Holdfast.
+
+    Examples:
+
+      source <(holdfast completion bash)       # this shell; in ~/.bashrc: every shell
+      source <(holdfast completion zsh)        # the same in ~/.zshrc, after compinit
+      holdfast completion fish > ~/.config/fish/completions/holdfast.fish
+    """
+
+    shell: Literal["bash", "zsh", "fish"] = field(metadata=positional())
+    """Shell to write the script for."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What may follow one verb: its flags with their help, and words that may stand without a flag."""
+
+    verb: str
+    summary: str
+    flags: dict[str, tuple[Flag, str]]
+    words: tuple[str, ...]
+
+
+def completion(options: CompletionOptions) -> None:
+    script = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[options.shell]
+    print(script(completions()), end="")
+
+
+def completions() -> list[Completion]:
+    from holdfast.cli import VERBS, load
+    from holdfast.system.field_docs import field_docs
+
+    own: dict[str, dict[str, tuple[Flag, str]]] = {}
+    words: dict[str, tuple[str, ...]] = {}
+    for verb, (target, _) in VERBS.items():
+        options = options_of(load(target))
+        docs = field_docs(options)
+        flags = flags_of(options)
+        own[verb] = {flag.option: (flag, docs[flag.name]) for flag in flags if flag.named}
+        words[verb] = tuple(word for flag in flags if not flag.named for word in _words(flag))
+    found = []
+    for verb, (_, summary) in VERBS.items():
+        # A launch verb accepts the flags of the verb that it runs.
+        inner = [word for word in words[verb] if word in VERBS]
+        flags_of_verb = {option: one for name in [*inner, verb] for option, one in own[name].items()}
+        found.append(Completion(verb, summary, flags_of_verb, tuple(w for name in [verb, *inner] for w in words[name])))
+    return found
+
+
+def _words(flag: Flag) -> Iterable[str]:
+    """The words that a positional field may start with, where they are known."""
+    from holdfast.config_files import known_configs
+
+    if "remainder" in flag.metadata:
+        return flag.metavar.removesuffix(" ...").split("|")
+    return known_configs() if flag.metavar == "CONFIG" else flag.choices
+
+
+def _first_words(entries: list[Completion]) -> dict[str, list[Completion]]:
+    """First word of a verb → the verbs that start with it."""
+    found: dict[str, list[Completion]] = {}
+    for entry in entries:
+        found.setdefault(entry.verb.split()[0], []).append(entry)
+    return found
+
+
+def _groups(entries: list[Completion]) -> dict[str, list[Completion]]:
+    return {word: verbs for word, verbs in _first_words(entries).items() if verbs[0].verb != word}
+
+
+def bash_script(entries: list[Completion]) -> str:
+    first, groups = _first_words(entries), _groups(entries)
+    seconds = [
+        f"    {word}) second='{' '.join(e.verb.split()[1] for e in verbs)}' ;;" for word, verbs in groups.items()
+    ]
+    values = [
+        f"    '{entry.verb} {option}') choices='{' '.join(flag.choices)}' ;;"
+        for entry in entries
+        for option, (flag, _) in entry.flags.items()
+        if flag.choices
+    ]
+    flags = [f"    '{e.verb}') flags='{' '.join(e.flags)} --help' words='{' '.join(e.words)}' ;;" for e in entries]
+    return f"""# bash completion of holdfast
+_holdfast() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD - 1]}}
+  local verb=${{COMP_WORDS[1]}} second='' choices='' flags='' words=''
+  if [ "$previous" = = ]; then previous=${{COMP_WORDS[COMP_CWORD - 2]}}; fi
+  if [ "$word" = = ]; then word=''; fi
+  if [ "$COMP_CWORD" = 1 ]; then
+    COMPREPLY=($(compgen -W '{" ".join(first)} help version' -- "$word"))
+    return
+  fi
+  case $verb in
+{chr(10).join(seconds)}
+  esac
+  if [ -n "$second" ]; then
+    if [ "$COMP_CWORD" = 2 ]; then COMPREPLY=($(compgen -W "$second" -- "$word")); return; fi
+    verb="$verb ${{COMP_WORDS[2]}}"
+  fi
+  case "$verb $previous" in
+{chr(10).join(values)}
+  esac
+  case $verb in
+{chr(10).join(flags)}
+  esac
+  if [ -n "$choices" ]; then
+    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+  elif [[ $word == -* ]]; then
+    COMPREPLY=($(compgen -W "$flags" -- "$word"))
+  else
+    # Without a match, `-o default` completes file names.
+    COMPREPLY=($([[ $previous == -* ]] || compgen -W "$words" -- "$word"))
+    if [ "${{#COMPREPLY[@]}}" -gt 0 ]; then COMPREPLY+=($(compgen -f -- "$word")); fi
+  fi
+}}
+complete -o default -F _holdfast holdfast
+"""
+
+
+def zsh_script(entries: list[Completion]) -> str:
+    first, groups = _first_words(entries), _groups(entries)
+    top = [_zsh_pair(word, verbs[0].summary if word not in groups else "") for word, verbs in first.items()]
+    seconds = [
+        f"    {word}) second=({' '.join(_zsh_pair(e.verb.split()[1], e.summary) for e in verbs)}) ;;"
+        for word, verbs in groups.items()
+    ]
+    cases = []
+    for entry in entries:
+        specs = [_zsh_flag(option, flag, doc) for option, (flag, doc) in entry.flags.items()]
+        files = f"*:argument:{{ compadd -- {' '.join(entry.words)}; _files }}" if entry.words else "*:file:_files"
+        cases.append(f"    '{entry.verb}') _arguments {' '.join(specs)} {_quoted(files)} ;;")
+    return f"""#compdef holdfast
+# zsh completion of holdfast
+_holdfast() {{
+  local -a verbs second
+  verbs=({" ".join(top)} help version)
+  if (( CURRENT == 2 )); then _describe verb verbs; return; fi
+  local verb=$words[2]
+  case $verb in
+{chr(10).join(seconds)}
+  esac
+  if (( $#second )); then
+    if (( CURRENT == 3 )); then _describe verb second; return; fi
+    verb="$verb $words[3]"
+    shift words
+    (( CURRENT-- ))
+  fi
+  shift words
+  (( CURRENT-- ))
+  case $verb in
+{chr(10).join(cases)}
+  esac
+}}
+if [ "$funcstack[1]" = _holdfast ]; then _holdfast "$@"; else compdef _holdfast holdfast; fi
+"""
+
+
+def _zsh_pair(word: str, summary: str) -> str:
+    return _quoted(f"{word}:{summary}")
+
+
+def _zsh_flag(option: str, flag: Flag, doc: str) -> str:
+    doc = _sentence(doc)
+    for special in "[]:":
+        doc = doc.replace(special, f"\\{special}")
+    spec = f"{'*' if flag.several else ''}{option}[{doc}]"
+    if flag.kind is not bool:
+        action = f"({' '.join(flag.choices)})" if flag.choices else "_files" if flag.takes_path else " "
+        spec += f":value:{action}"
+    return _quoted(spec)
+
+
+def fish_script(entries: list[Completion]) -> str:
+    first, groups = _first_words(entries), _groups(entries)
+    lines = []
+    for word, verbs in first.items():
+        summary = f" -d {_quoted(verbs[0].summary)}" if word not in groups else ""
+        lines.append(f"complete -c holdfast -n '__holdfast_at 1' -f -a {word}{summary}")
+    for word, verbs in groups.items():
+        for entry in verbs:
+            there = f"__holdfast_at 2; and __holdfast_is {word}"
+            lines.append(f"complete -c holdfast -n '{there}' -f -a {entry.verb.split()[1]} -d {_quoted(entry.summary)}")
+    for entry in entries:
+        start = f"complete -c holdfast -n '__holdfast_is {entry.verb}'"
+        if entry.words:
+            lines.append(f"{start} -a '{' '.join(entry.words)}'")
+        lines += [
+            f"{start} -l {option[2:]} -d {_quoted(_sentence(doc))}{_fish_value(flag)}"
+            for option, (flag, doc) in entry.flags.items()
+        ]
+    return f"""# fish completion of holdfast
+function __holdfast_at # as many words are complete
+  test (count (commandline -opc)) = $argv[1]
+end
+function __holdfast_is # the line starts with this verb
+  set -l given (commandline -opc)
+  string match -q -- "holdfast $argv *" "holdfast $given[2..] "
+end
+{chr(10).join(lines)}
+"""
+
+
+def _fish_value(flag: Flag) -> str:
+    if flag.kind is bool:
+        return ""
+    return f" -x -a '{' '.join(flag.choices)}'" if flag.choices else " -r -F" if flag.takes_path else " -x"
+
+
+def _sentence(doc: str) -> str:
+    """The first sentence: completion menus have one line per flag."""
+    return doc.split(". ")[0].removesuffix(".")
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "’") + "'"

@@ -1,0 +1,1 @@
+"""Hugging Face model folders: configuration, tensor names, tokenizer files, reading and writing."""

@@ -1,0 +1,1 @@
+"""Text to a `.bin/.idx` dataset: input units, worker processes, a workspace that survives a kill."""

@@ -1,0 +1,134 @@
+"""PREFIX.json: what a dataset was made of, with what, and what came out; and the summary that a person reads."""
+
+import contextlib
+import functools
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import count_of
+
+FORMAT = "holdfast dataset"
+PACKAGES = ("holdfast", "fastokens", "tokenizers", "sentencex", "numpy", "orjson", "zstandard", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run of preprocess made. `outputs` are the prefixes of the .bin/.idx pairs."""
+
+    outputs: tuple[str, ...]
+    documents: int
+    sequences: int
+    tokens: int
+    input_bytes: int
+    bytes_per_token: float
+    bad_lines: int
+    seconds: float
+    peak_memory_bytes: int
+    engine: str
+    provenance: str
+    already_complete: bool = field(default=False)
+
+    def lines(self) -> list[str]:
+        """The summary for a person."""
+        megabytes = self.input_bytes / 1e6
+        rate = megabytes / self.seconds if self.seconds else 0.0
+        done = "already complete: " if self.already_complete else ""
+        return [
+            f"{done}{count_of(self.documents, 'document')}, {count_of(self.tokens, 'token')}, "
+            f"{self.bytes_per_token:.2f} bytes per token, {count_of(self.bad_lines, 'bad line')}",
+            f"{megabytes:,.1f} MB in {self.seconds:.2f} s ({rate:,.1f} MB/s) with {self.engine}, "
+            f"peak memory {self.peak_memory_bytes / 1e6:,.0f} MB",
+        ]
+
+
+def provenance_path(prefix: str, inputs: Sequence[str]) -> Path:
+    """PREFIX.json, or PREFIX.provenance.json where that name is an input or somebody else's file."""
+    path = Path(prefix + ".json")
+    taken = any(Path(name).resolve() == path.resolve() for name in inputs if name != "-")
+    if taken or (path.exists() and read_provenance(path) is None):
+        return Path(prefix + ".provenance.json")
+    return path
+
+
+def read_provenance(path: Path) -> dict[str, Any] | None:
+    """The content of a provenance file; None when there is none, or the file is another thing."""
+    try:
+        with path.open("rb") as file:
+            if FORMAT.encode() not in file.read(100):
+                return None
+        content = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+
+
+def tokenizer_of_data(prefix: Path | str) -> dict[str, Any] | None:
+    """What PREFIX.json says of the tokenizer that made a .bin/.idx pair: type, digest_sha256, vocab_size. None if nothing does.
+
+    A record of other files than those that are there now is not believed.
+    """
+    pair = Path(prefix)
+    parts = pair.name.split("_")
+    stems = ["_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+    for name in (f"{stem}{ending}" for stem in stems for ending in (".json", ".provenance.json")):
+        content = read_provenance(pair.with_name(name))
+        for output in content.get("outputs", ()) if content else ():
+            files = [(Path(f"{pair}.{ending}"), output.get(f"{ending}_bytes")) for ending in ("bin", "idx")]
+            if Path(output["prefix"]).name == pair.name and all(file.stat().st_size == size for file, size in files):
+                found = content.get("tokenizer") if content else None
+                return found if isinstance(found, dict) and isinstance(found.get("digest_sha256"), str) else None
+    return None
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that make a dataset."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def describe(summary: Summary, settings: Mapping[str, Any], details: Mapping[str, Any]) -> bytes:
+    content = {"format": FORMAT, "summary": asdict(summary), **details, "settings": settings, "versions": versions()}
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+
+
+def finished_before(path: Path, settings: Mapping[str, Any]) -> Summary | None:
+    """The summary of an earlier run that made the same, and whose files are all there with their sizes."""
+    content = read_provenance(path)
+    if content is None or _result_settings(content.get("settings", {})) != _result_settings(settings):
+        return None
+    if content["summary"]["bad_lines"] and settings["on_bad_line"] == "fail":
+        return None
+    for output in content["outputs"]:
+        for ending in ("bin", "idx"):
+            file = Path(f"{output['prefix']}.{ending}")
+            if not file.is_file() or file.stat().st_size != output[f"{ending}_bytes"]:
+                return None
+    summary = {**content["summary"], "outputs": tuple(content["summary"]["outputs"]), "already_complete": True}
+    return Summary(**summary)
+
+
+def _result_settings(settings: Mapping[str, Any]) -> Any:
+    """The settings without those that do not change the result: without bad lines it does not matter how they are treated."""
+    kept = {name: value for name, value in settings.items() if name not in ("on_bad_line", "unit_bytes")}
+    return orjson.loads(orjson.dumps(kept))
+
+
+def refuse_to_replace(paths: Sequence[Path]) -> None:
+    there = [path for path in paths if path.exists()]
+    if there:
+        raise HoldfastError(
+            f"{there[0]} exists already and was made from other input or with other settings; "
+            "choose another --output-prefix, or pass --overwrite to replace it"
+        )

@@ -1,0 +1,59 @@
+"""What a person sees of a run of `preprocess`: a bar, or Megatron's lines with --log-interval."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from holdfast.data.preprocess.worker import Part
+from holdfast.data.preprocess.workspace import Workspace
+from holdfast.data.sources import Unit
+from holdfast.system.progress import count_of, progress, say
+
+if TYPE_CHECKING:
+    from holdfast.data.preprocess.run import Request
+
+
+class Report:
+    def __init__(self, request: "Request", workspace: Workspace) -> None:
+        self._request, self._workspace = request, workspace
+        self._engine = ""
+        self._documents = self._size = 0
+        self._start = time.monotonic()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Report":
+        request, state = self._request, self._workspace.state
+        total = sum(file.size for file in request.files) // (request.share.count if request.share else 1)
+        self._bar = self._stack.enter_context(progress("preprocess", total or None))
+        if state.next_unit or self._workspace.waiting:
+            say(f"going on after {count_of(state.documents, 'document')} ({self._workspace.folder})")
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+    def engine(self, name: str) -> None:
+        if name != self._engine:
+            self._engine = name
+            say(f"{self._request.recipe.tokenizer_type} by {name}, {count_of(self._request.workers, 'worker')}")
+
+    def skipped(self, unit: Unit) -> None:
+        """A unit that an earlier call finished."""
+        self._bar.skip(unit.weight)
+
+    def finished(self, unit: Unit) -> None:
+        self._bar.advance(unit.weight)
+
+    def appended(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            before = self._documents
+            self._documents += part.documents
+            self._size += part.size
+            seconds = max(time.monotonic() - self._start, 1e-9)
+            interval = self._request.log_interval
+            if interval and self._documents // interval > before // interval:
+                count = self._documents // interval * interval
+                megabytes = self._size / seconds / 1024 / 1024
+                say(f"Processed {count} documents ({self._documents / seconds:.2f} docs/s, {megabytes:.2f} MB/s).")
+            self._bar.note(f"{self._documents / seconds:,.0f} docs/s")

@@ -1,0 +1,1 @@
+"""Training samples out of indexed datasets: GPT and BERT samples, blends, splits, cached indices."""

@@ -1,0 +1,133 @@
+"""Sample indices on disk, built once however many processes start at the same moment, and memory-mapped by all of them.
+
+An index is a folder of `.npy` files whose name carries a hash of everything that decides its content, among it the identity
+of the data, so a rebuilt dataset never meets an old index. The invariant is that of publish.py: the folder appears whole, by
+rename. Two processes that build the same index write the same bytes, and whoever comes second finds it there; nothing is
+right or wrong by a lock. The lease beside it only saves work: who holds it builds and keeps touching it, the others wait, and
+when its process is gone or the touching has stopped, one of them takes over (system/leases.py says how).
+"""
+
+import errno
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.system.atomic_files import publish_folder
+from holdfast.system.errors import HoldfastError
+from holdfast.system.leases import BEAT_SECONDS, HeldLease, Lease, LeaseLost, claim, lease_seconds, newest_lease
+from holdfast.system.progress import say
+
+# Goes up when files are added or mean something else: an index of an older Holdfast is then made anew, not misread.
+FORMAT = 1
+POLL_SECONDS = 0.1
+WORTH_A_WORD_SECONDS = 5.0
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def open_index(folder: Path, kind: str, identity: Mapping[str, Any], build: Callable[[Path], None]) -> Arrays:
+    """The arrays of the index `kind` of this identity, by file stem; `build(temporary folder)` writes them if need be."""
+    description = json.dumps({"format": FORMAT, "kind": kind, **identity}, sort_keys=True, indent=1)
+    path = folder / f"{kind}-{hashlib.sha256(description.encode()).hexdigest()[:20]}"
+    if not path.exists():
+        _build_once(path, description, build)
+    return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
+
+
+def data_identity(prefix: Path | str) -> dict[str, Any]:
+    """What tells this state of a `.bin/.idx` pair from another: sizes, and when the index was written."""
+    index, tokens = Path(f"{prefix}.idx").stat(), Path(f"{prefix}.bin").stat()
+    return {"idx_bytes": index.st_size, "idx_mtime_ns": index.st_mtime_ns, "bin_bytes": tokens.st_size}
+
+
+def _build_once(path: Path, description: str, build: Callable[[Path], None]) -> None:
+    leases = path.with_name(f".{path.name}.building")
+    silence = Silence()
+    try:
+        while not path.exists():
+            leases.mkdir(parents=True, exist_ok=True)
+            last = newest_lease(leases)
+            if last is None or last.released or silence.is_over(leases, last):
+                if held := _claim(leases, last):
+                    with _kept_alive(held):
+                        _publish(path, description, build)
+            else:
+                time.sleep(POLL_SECONDS)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise HoldfastError(f"cannot write the sample index to {path.parent}: give --data-cache-path") from error
+        raise
+    shutil.rmtree(leases, ignore_errors=True)
+
+
+def _publish(path: Path, description: str, build: Callable[[Path], None]) -> None:
+    started = time.monotonic()
+    try:
+        with publish_folder(path) as temporary:
+            (temporary / "description.json").write_text(description)
+            build(temporary)
+    except (OSError, HoldfastError):
+        # Somebody else was faster; what is there is whole.
+        if not path.exists():
+            raise
+    elapsed = time.monotonic() - started
+    if elapsed > WORTH_A_WORD_SECONDS:
+        say(f"built the sample index {path} in {elapsed:,.0f} s")
+
+
+def _claim(leases: Path, last: Lease | None) -> HeldLease | None:
+    try:
+        return claim(leases, last, part=None, expects=None)
+    except FileNotFoundError:
+        return None  # swept, because the index is there
+
+
+@contextmanager
+def _kept_alive(held: HeldLease) -> Iterator[None]:
+    """Touches the lease while the body runs. If another process took this one for dead, both build: no harm, but time."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT_SECONDS):
+            try:
+                held.beat()
+            except (LeaseLost, OSError):
+                return
+
+    thread = threading.Thread(target=beat, daemon=True, name="index-lease")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        held.release()
+
+
+class Silence:
+    """How long the holder of a lease has given no sign of life, by the clock of the one who waits."""
+
+    def __init__(self) -> None:
+        self._sign: tuple[int, int] | None = None
+        self._since = time.monotonic()
+
+    def is_over(self, leases: Path, lease: Lease) -> bool:
+        """Whether the holder is surely dead, or was silent for longer than it is believed."""
+        if lease.holder is not None and lease.holder.is_dead():
+            return True
+        try:
+            sign = (lease.number, lease.file_in(leases).stat().st_mtime_ns)
+        except FileNotFoundError:
+            return False  # swept: the index is there
+        if sign != self._sign:
+            self._sign, self._since = sign, time.monotonic()
+        return time.monotonic() - self._since > lease_seconds()

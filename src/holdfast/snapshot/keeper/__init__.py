@@ -1,0 +1,1 @@
+"""The keeper: the process that outlives the trainer, writes checkpoints and replicates slots to peer nodes."""

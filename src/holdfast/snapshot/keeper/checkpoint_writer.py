@@ -1,0 +1,385 @@
+"""From memory to disk: the slots of one step become a checkpoint folder. No torch; runs in the keeper or a command.
+
+A slot's payload is the shard file already, so this is a checksummed write. The invariants: bytes are compared with the row sums
+after they were read for writing, and the slot is looked at again when its file is complete, so a snapshot that was overwritten
+or damaged meanwhile never gets a final name; when anything fails the temporary folder is gone and memory is as it was.
+"""
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.checkpoint.folder import (
+    new_temporary,
+    publish_step,
+    remove_dead_temporaries,
+    remove_earlier_starts,
+    shared_temporary,
+    step_folder_name,
+)
+from holdfast.checkpoint.manifest import (
+    FILE_NAME,
+    Manifest,
+    ShardFile,
+    chunk_checksum,
+    chunk_ranges,
+    describe_shard,
+    merge_settings,
+    read_manifest,
+    shard_name,
+    write_manifest,
+)
+from holdfast.checkpoint.retention import retain
+from holdfast.snapshot.memory.arena import READY, Arena, DamagedError, Slot, SlotHeader
+from holdfast.snapshot.memory.run_memory import read_json, write_json
+from holdfast.system.atomic_files import explain_os_error, fsync
+from holdfast.system.errors import HoldfastError
+
+ENTRY_SUFFIX, LIFE_SUFFIX = ".entry.json", ".life.json"
+LIFE_SECONDS = 1.0
+WRITE_SECONDS = 4 * 3600.0
+"""the longest that keepers wait for each other while all of them show life"""
+LOOKS = 3
+T = TypeVar("T")
+
+
+class OvertakenError(HoldfastError):
+    """Training went on and used the slot again before the step was pinned."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A READY slot: where, and what it says."""
+
+    arena: Arena
+    index: int
+    header: SlotHeader
+
+    @property
+    def slot(self) -> Slot:
+        return self.arena.slot(self.index)
+
+    @property
+    def small(self) -> dict[str, Any]:
+        return self._unless_overtaken(self.slot.small_state)
+
+    def verify(self) -> None:
+        self._unless_overtaken(self.slot.verify)
+
+    def _unless_overtaken(self, read: Callable[[SlotHeader], T]) -> T:
+        """What is read from the slot; one that was used again meanwhile is not called damaged."""
+        try:
+            return read(self.header)
+        except DamagedError:
+            self.check_still_there()
+            raise
+
+    def still_there(self) -> bool:
+        return self.slot.header() == self.header
+
+    def check_still_there(self) -> None:
+        if not self.still_there():
+            raise OvertakenError(f"step {self.header.step} of rank {self.arena.rank} was overwritten meanwhile")
+
+
+def held_at(arena: Arena, step: int) -> Held | None:
+    best = None
+    for index, header in enumerate(arena.headers()):
+        younger = best is None or header.sequence > best.header.sequence
+        if header.state == READY and header.step == step and younger:
+            best = Held(arena, index, header)
+    return best
+
+
+def newest_generation(arenas: Sequence[Arena]) -> list[Arena]:
+    """The arenas of the youngest plan that has a common step; of the youngest plan where none has."""
+    generations = sorted({arena.generation for arena in arenas}, reverse=True)
+    for generation in generations:
+        group = [arena for arena in arenas if arena.generation == generation]
+        if common_steps(group):
+            return group
+    return [arena for arena in arenas if generations and arena.generation == generations[0]]
+
+
+def common_steps(arenas: Sequence[Arena]) -> list[int]:
+    """The steps that every rank of this node has READY, newest first."""
+    if not arenas:
+        return []
+    for _ in range(LOOKS):  # ranks that train may have gone on between two looks
+        steps = set.intersection(*(arena.ready_steps() for arena in arenas))
+        if steps:
+            break
+    whole = []
+    for step in sorted(steps, reverse=True):
+        held = held_at(arenas[0], step)
+        if held is None:
+            continue
+        try:
+            here = held.slot.small_state(held.header)["here"]
+        except DamagedError:
+            continue
+        if {arena.rank for arena in arenas} >= set(here):
+            whole.append(step)
+    return whole
+
+
+def all_passed(arenas: list[Arena], step: int) -> bool:
+    """Whether every rank holds something newer: a step that is not there then does not come any more."""
+    return bool(arenas) and all(max(arena.ready_steps(), default=-1) > step for arena in arenas)
+
+
+def write_checkpoint(
+    arenas: Sequence[Arena],
+    step: int,
+    checkpoints: Path,
+    retention: tuple[int | None, int | None] = (None, None),
+    patience: float = 15.0,
+    alone: bool = False,
+    kept: tuple[int | None, Collection[int]] = (None, ()),
+) -> Path:
+    """Writes the step that these arenas hold as a checkpoint. Over several nodes the keepers meet in one folder.
+
+    The keeper with rank 0 waits for the others and gives the folder its name; if it does not come, a node that holds
+    everything writes alone. A keeper that writes shows that it lives, and is waited for however long its disk takes; `patience`
+    is for those that do not. `alone`: nobody is expected to come, so that a node that holds everything need not wait at all.
+    `kept`: for retention, the step that the run resumed from, and those that this process wrote.
+    """
+    held = {arena.rank: found for arena in arenas if (found := held_at(arena, step)) is not None}
+    if len(held) != len(arenas) or not held:
+        raise OvertakenError(f"step {step} is no longer in memory")
+    facts = next(iter(held.values())).small
+    final = checkpoints / step_folder_name(step)
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        remove_dead_temporaries(checkpoints)
+        if 0 in held:
+            remove_earlier_starts(checkpoints, facts["token"])
+        if len(held) < facts["world"] and is_published(final, facts["token"]):
+            pass  # another node had waited long enough, and wrote it alone
+        elif len(held) == facts["world"]:
+            _write_alone(held, facts["writers"], new_temporary(checkpoints, step), final)
+        elif alone and (complete := _complete_set(facts, held)):
+            _write_alone(held, complete, new_temporary(checkpoints, step), final)
+        elif 0 in held:
+            _lead(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, patience)
+        else:
+            _follow(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, patience)
+        if 0 in held:
+            retain_after(step, checkpoints, retention, kept)
+    except OSError as error:
+        raise explain_os_error(error, final) from error
+    return final
+
+
+def retain_after(
+    step: int,
+    checkpoints: Path,
+    retention: tuple[int | None, int | None],
+    kept: tuple[int | None, Collection[int]],
+) -> None:
+    """Removes what a save of this step makes superfluous. `kept`: the step resumed from, and steps known to be sound."""
+    resumed, written = kept
+    protect = [step] if resumed is None else [step, resumed]
+    retain(checkpoints, *retention, protect=protect, written=[step, *written])
+
+
+def _complete_set(facts: dict[str, Any], held: Mapping[int, Held]) -> list[int] | None:
+    """Ranks of this node that hold the whole state among them."""
+    return next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
+
+
+def _write_alone(held: Mapping[int, Held], writers: Sequence[int], temporary: Path, final: Path) -> None:
+    _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers))
+    try:
+        temporary.mkdir()
+        for rank, found in held.items():
+            _write_entry(temporary, found, rank in writers)
+        _complete(temporary, final, _read_entries(temporary))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _lead(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
+    """With rank 0: waits for what the other nodes write; those that hold nothing needed are not waited for for ever."""
+    writers = facts["writers"]
+    _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers if rank in held))
+    try:
+        temporary.mkdir(exist_ok=True)
+        with _SignOfLife(temporary, 0):
+            for rank, found in held.items():
+                _write_entry(temporary, found, rank in writers)
+            others = _Watch(temporary, patience, besides=0)
+            while len(list(temporary.glob("*" + ENTRY_SUFFIX))) < facts["world"] and not others.is_over():
+                time.sleep(0.05)
+        entries = _read_entries(temporary)
+        if not set(writers) <= {entry["rank"] for entry in entries}:
+            raise HoldfastError(
+                f"{len(entries)} of {facts['world']} ranks have written their part within {patience:.0f} s"
+            )
+        _complete(temporary, final, entries)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
+    """Without rank 0: adds what this node has, and waits for the name."""
+    temporary.mkdir(exist_ok=True)
+    own = min(held)
+    with _SignOfLife(temporary, own):
+        for rank, found in held.items():
+            _write_entry(temporary, found, rank in facts["writers"])
+    others = _Watch(temporary, 2 * patience, besides=own)
+    while not is_published(final, facts["token"]):
+        if others.is_over():
+            shutil.rmtree(temporary, ignore_errors=True)
+            complete = _complete_set(facts, held)
+            if complete is None:
+                raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {2 * patience:.0f} s")
+            _write_alone(held, complete, new_temporary(final.parent, held[complete[0]].header.step), final)
+        time.sleep(0.05)
+    shutil.rmtree(temporary, ignore_errors=True)  # where this node came too late
+
+
+class _SignOfLife:
+    """While a keeper works in the folder of several: a file there, named by its first rank, that changes all the time."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"rank-{rank:05d}{LIFE_SUFFIX}"
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._path.unlink(missing_ok=True)
+
+    def _show(self) -> None:
+        while not self._done.wait(LIFE_SECONDS):
+            with contextlib.suppress(OSError):  # a full disk shows no life, and nobody should wait for it
+                write_json(self._path, time.time())
+
+
+class _Watch:
+    """Over when the others have neither shown life nor finished anything in the folder for some seconds."""
+
+    def __init__(self, folder: Path, seconds: float, besides: int) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._own = f"rank-{besides:05d}{LIFE_SUFFIX}"
+        self._seen: dict[str, Any] = {}
+        self._since = self._began = time.monotonic()
+
+    def is_over(self) -> bool:
+        seen = {path.name: read_json(path) for path in self._folder.glob("*" + LIFE_SUFFIX) if path.name != self._own}
+        seen |= {path.name: None for path in self._folder.glob("*" + ENTRY_SUFFIX)}
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return now - self._since > self._seconds or now - self._began > WRITE_SECONDS
+
+
+def is_published(final: Path, token: str) -> bool:
+    """Whether the checkpoint is there and comes from this start of the run; an earlier one may have left its own of that step."""
+    try:
+        return read_manifest(final).shared.get("start") == token
+    except (HoldfastError, OSError):
+        return False
+
+
+def start_token(arenas: Sequence[Arena], step: int) -> str | None:
+    """The start of the run that this step in memory comes from."""
+    for arena in arenas:
+        if (held := held_at(arena, step)) is not None:
+            with contextlib.suppress(DamagedError, OvertakenError):
+                return str(held.small["token"])
+    return None
+
+
+def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> None:
+    """The manifest, then the name."""
+    write_manifest(temporary, _manifest(entries))
+    fsync(temporary / FILE_NAME)
+    for suffix in (ENTRY_SUFFIX, LIFE_SUFFIX):
+        for path in temporary.glob("*" + suffix):
+            path.unlink(missing_ok=True)
+    publish_step(temporary, final)
+
+
+def _write_entry(folder: Path, held: Held, writes: bool) -> None:
+    """One rank's shard and what the manifest will say about it."""
+    file = asdict(_write_shard(folder, held)) if writes else None
+    record = {
+        "rank": held.arena.rank,
+        "step": held.header.step,
+        "plan": held.arena.plan,
+        "file": file,
+        "tensors": {p.name: (p.dtype, list(p.global_shape)) for p in held.slot.layout(held.header).pieces},
+        "small": held.small,
+    }
+    held.check_still_there()
+    write_json(folder / f"rank-{held.arena.rank:05d}{ENTRY_SUFFIX}", record)
+
+
+def _read_entries(folder: Path) -> list[dict[str, Any]]:
+    return [read_json(path) for path in sorted(folder.glob("*" + ENTRY_SUFFIX))]
+
+
+def _write_shard(folder: Path, held: Held) -> ShardFile:
+    slot, layout = held.slot, held.slot.layout(held.header)
+    path = folder / shard_name(held.arena.rank, held.arena.world)
+    chunks = []
+    with open(path, "wb", buffering=0) as file:
+        for begin, end in chunk_ranges(layout.size):
+            part = slot.payload[begin:end].data
+            chunks.append(chunk_checksum(part))
+            written = 0
+            while written < len(part):
+                written += file.write(part[written:])
+        os.fsync(file.fileno())
+    # after the checksums: what they describe is then known to be what was copied
+    held.verify()
+    return describe_shard(layout, held.arena.rank, held.arena.world, chunks)
+
+
+def _manifest(entries: list[dict[str, Any]]) -> Manifest:
+    tensors: dict[str, Any] = {}
+    for entry in entries:
+        tensors.update(entry["tensors"])
+    smalls = {entry["rank"]: entry["small"] for entry in entries}
+    facts = smalls[min(smalls)]
+    return Manifest(
+        step=entries[0]["step"],
+        world=facts["world"],
+        plan_hash=entries[0]["plan"],
+        tensors=dict(sorted(tensors.items())),
+        files=[ShardFile(**entry["file"]) for entry in entries if entry["file"]],
+        layout=facts["layout"],
+        shared={**facts["shared"], "extra": facts["extra"], "start": facts["token"]},
+        per_rank=[_per_rank(smalls[r], facts["extra"]) if r in smalls else {} for r in range(facts["world"])],
+        optimizer_settings=merge_settings([smalls[rank]["optimizer"] for rank in sorted(smalls)]),
+        padded_rows=facts["padded_rows"],
+        source="memory",
+    )
+
+
+def _per_rank(small: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """What a rank has of its own; extra state that is the same everywhere is told once."""
+    own = {} if small["extra"] == extra else {"extra": small["extra"]}
+    return {"random": small["random"], **own}
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    usage = os.statvfs(folder)
+    free = usage.f_bavail * usage.f_frsize
+    if free < needed:
+        raise HoldfastError(f"no room left on the disk of {folder}: {needed:,} bytes are needed, {free:,} are free")

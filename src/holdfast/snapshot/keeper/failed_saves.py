@@ -1,0 +1,62 @@
+"""Failed saves on their way from the keeper, which has no terminal, to the first rank of the node, which reports them.
+
+The keeper writes one record in memory, where a full disk does not matter, and removes it after the next successful write.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+
+from holdfast.snapshot.memory.run_memory import Place, read_json, write_json
+from holdfast.system.progress import say
+
+
+def _record(place: Place) -> Path:
+    return place.path / "failed_save.json"
+
+
+def record_failed_save(place: Place, step: int | None, reason: str, retry_seconds: float | None) -> None:
+    """`retry_seconds`: None where the step is given up."""
+    with contextlib.suppress(OSError):  # full memory must not end the keeper
+        write_json(_record(place), {"step": step, "reason": reason, "retry_seconds": retry_seconds})
+
+
+def clear_failed_save(place: Place) -> None:
+    _record(place).unlink(missing_ok=True)
+
+
+class FailedSaveReport:
+    """Prints each failed save once, and the success that follows it."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._shown: str | None = None
+        self._since = 0.0
+        self.reason: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long saves have been failing; 0 if the last one succeeded."""
+        return time.monotonic() - self._since if self.reason is not None else 0.0
+
+    def restart(self) -> None:
+        """Counts `seconds` from now on: what failed before may succeed now."""
+        self._since = time.monotonic()
+
+    def update(self) -> None:
+        found = read_json(_record(self._place))
+        if found is None:
+            if self._shown is not None and self._place.path.exists():
+                say("saves succeed again")
+                self.reason = None
+            self._shown = None
+            return
+        if self.reason is None:
+            self._since = time.monotonic()
+        self.reason = found["reason"]
+        what = "the newest step" if found["step"] is None else f"step {found['step']}"
+        if what != self._shown:
+            self._shown = what
+            retry = found["retry_seconds"]
+            then = "it is given up" if retry is None else f"The state stays in memory; next try in {retry:.0f} s"
+            say(f"warning: {what} could not be saved: {found['reason']}. {then}")

@@ -1,0 +1,67 @@
+"""The keeper's status page, in the run's memory: which process keeps the run, its heartbeat, and its last error.
+
+The invariant: a thread of the keeper stores a heartbeat every half second, however long the keeper waits for a disk. So a page
+whose heartbeat stands still belongs to a process that is stopped or dead, not to one that works.
+"""
+
+import os
+import signal
+import threading
+import time
+
+from holdfast.snapshot.memory.run_memory import Place, keeper_alive
+from holdfast.snapshot.ranks.status_page import Desk, process_alive
+from holdfast.system.errors import HoldfastError
+
+BEAT_SECONDS = 0.5
+SILENCE_SECONDS = 30.0
+SECOND_LOOK_SECONDS = 2.0
+KILL_SECONDS = 10.0
+
+
+def keeper_status(place: Place) -> Desk:
+    return Desk(place.path / "keeper.status")
+
+
+def claim_status(place: Place) -> Desk:
+    """Becomes the owner of the page, and shows life until this process ends."""
+    status = keeper_status(place)
+    status.sit_down()
+    threading.Thread(target=_beat, args=(status,), name="heartbeat", daemon=True).start()
+    return status
+
+
+def _beat(status: Desk) -> None:
+    while True:
+        status.beat(2)
+        time.sleep(BEAT_SECONDS)
+
+
+def keeper_hung(place: Place) -> bool:
+    """Whether a process holds the keeper's lock and gives no sign of life, neither for a while nor while this waits for one."""
+    status = keeper_status(place)
+    heartbeat = status["heartbeat"]
+    if not heartbeat or status.age < SILENCE_SECONDS or not process_alive(status["process"], status["started"]):
+        return False
+    # The whole machine may have stood still, this process with it: the second look decides.
+    deadline = time.monotonic() + SECOND_LOOK_SECONDS
+    while time.monotonic() < deadline:
+        if status["heartbeat"] != heartbeat:
+            return False
+        time.sleep(BEAT_SECONDS / 5)
+    return keeper_alive(place)
+
+
+def kill_keeper(place: Place) -> None:
+    """Ends a hung keeper, so that its lock is free."""
+    status = keeper_status(place)
+    process = status["process"]
+    if process_alive(process, status["started"]):
+        os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_SECONDS
+    while keeper_alive(place):
+        if time.monotonic() > deadline:
+            raise HoldfastError(
+                f"the keeper (process {process}) hangs and does not end after SIGKILL: the disk of {place.folder} may not answer"
+            )
+        time.sleep(0.02)

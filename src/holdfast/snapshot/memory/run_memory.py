@@ -1,0 +1,299 @@
+"""Where the snapshots of a run lie in memory: one folder per run on a memory file system, and whose it is.
+
+    /dev/shm/holdfast-UID/NAME-0123456789abcdef/
+        run.json                              name, run folder, boot
+        keeper.lock, keeper.json              who keeps it: a lock that ends with its holder; its process
+        keeper.status                         the keeper's heartbeat and last error
+        rank-00000.desk                       a rank's desk
+        rank-00000-of-00002.PLAN.arena        a rank's memory
+        peer-HOST-rank-...arena               a copy held for another node
+        requests/                             what has been asked of the keeper
+
+Beside it, `.NAME-0123456789abcdef.lock` is locked while the memory is claimed by ranks or freed.
+
+The invariant: the folder's name follows from run name and run folder, so two runs meet in one folder only if both are equal;
+every folder belongs to this user, who alone may enter it; nothing is removed here that another run, user or living process
+owns; and no decision depends on the wall clock or on a file's time.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from holdfast.snapshot.memory.arena import Arena, DamagedError
+from holdfast.snapshot.ranks.status_page import Desk, start_time
+from holdfast.system.atomic_files import temporary_beside
+from holdfast.system.errors import HoldfastError
+
+MEMORY = "/dev/shm"
+STALE_SECONDS = 24 * 3600.0
+LOCK_SECONDS = 60.0
+SERVE = "serve"
+"""a file in the run's memory: other nodes restore from what this one holds"""
+ARENA_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
+PEER_FILE = re.compile(r"peer-(?P<node>.+)-rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
+
+TEMPORARY_FILE = re.compile(r"\..+\.(?P<process>\d+)(-[0-9a-f]{8})?\.tmp|pulled-(?P<puller>\d+)-[0-9a-f]+\.arena")
+
+
+def user_folder(memory: Path | str = MEMORY) -> Path:
+    return Path(memory) / f"holdfast-{os.getuid()}"
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's folder in memory."""
+
+    path: Path
+    name: str
+    folder: Path
+
+    @classmethod
+    def of(cls, name: str, folder: Path | str, memory: Path | str = MEMORY) -> "Place":
+        real = Path(folder).resolve()
+        key = hashlib.sha256(f"{name}\0{real}".encode()).hexdigest()[:16]
+        readable = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:80]
+        return cls(user_folder(memory) / f"{readable}-{key}", name, real)
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(f"{self.name}\0{self.folder}".encode()).hexdigest()[:32]
+
+    @property
+    def node(self) -> str:
+        """This place among the places of a run on other machines (or, in a test, in other folders of this one)."""
+        return f"{socket.gethostname()}:{self.path.parent}"
+
+    @property
+    def requests(self) -> Path:
+        return self.path / "requests"
+
+    def make(self) -> None:
+        memory = self.path.parent.parent
+        if not memory.is_dir():
+            raise HoldfastError(f"{memory} does not exist; give a memory file system such as {MEMORY} (--snapshot-dir)")
+        for folder in (self.path.parent, self.path, self.requests):
+            make_private_folder(folder)
+        record = {"name": self.name, "folder": str(self.folder), "boot": boot_id(), "created": time.time()}
+        if not (self.path / "run.json").exists():
+            write_json(self.path / "run.json", record)
+
+    @contextmanager
+    def locked(self, wait: bool = True) -> Iterator[bool]:
+        """Holds the lock under which this memory is claimed or freed; yields False if it is taken and `wait` is False."""
+        make_private_folder(self.path.parent)
+        descriptor = _lock_file(self.path.parent / f".{self.path.name}.lock", wait)
+        try:
+            yield descriptor is not None
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def free(self) -> None:
+        """Removes the memory; the caller holds the lock."""
+        freed = self.path.with_name(f".{self.path.name}.freed")
+        shutil.rmtree(freed, ignore_errors=True)
+        os.rename(self.path, freed)  # at once: a run that starts now makes a folder of its own
+        shutil.rmtree(freed, ignore_errors=True)
+        (self.path.parent / f".{self.path.name}.lock").unlink(missing_ok=True)
+
+    def arenas(self) -> list[Path]:
+        """The arenas of this node's own ranks."""
+        return sorted(entry for entry in _entries(self.path) if ARENA_FILE.fullmatch(entry.name))
+
+    def peer_arenas(self) -> list[Path]:
+        """Copies held for other nodes."""
+        return sorted(entry for entry in _entries(self.path) if PEER_FILE.fullmatch(entry.name))
+
+    def desks(self) -> dict[int, Desk]:
+        return {int(entry.name[5:10]): Desk(entry) for entry in sorted(_entries(self.path)) if entry.suffix == ".desk"}
+
+    def memory_bytes(self) -> int:
+        return sum(entry.stat().st_blocks * 512 for entry in _entries(self.path) if entry.is_file())
+
+
+def open_arenas(paths: list[Path], run: str, on_damage: Callable[[str], None] = lambda message: None) -> list[Arena]:
+    """The arenas that can be read and belong to the run; the others are left alone, `on_damage` learns about damaged ones."""
+    found = []
+    for path in paths:
+        try:
+            arena = Arena(path)
+        except FileNotFoundError:
+            continue
+        except (DamagedError, OSError) as error:
+            on_damage(str(error))
+            continue
+        if arena.run == run:
+            found.append(arena)
+        else:
+            arena.close()
+    return found
+
+
+def places(memory: Path | str = MEMORY) -> list[Place]:
+    """Every run of this user that holds memory here."""
+    found = []
+    for entry in sorted(_entries(user_folder(memory))):
+        record = read_json(entry / "run.json")
+        if record:
+            found.append(Place(entry, record["name"], Path(record["folder"])))
+    return found
+
+
+def find_place(run: str, memory: Path | str = MEMORY) -> Place:
+    """The run of this name or with this run folder; an unclear or unknown name is an error that lists what there is."""
+    all_places = places(memory)
+    matches = [p for p in all_places if p.name == run or p.folder == Path(run).resolve()]
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(f"{p.name} ({p.folder})" for p in (matches or all_places)) or "none"
+    what = "several runs are called" if matches else "no memory is held for a run called"
+    raise HoldfastError(f"{what} {run}; held here: {names}")
+
+
+def remove_stale(memory: Path | str, keep: Place) -> list[str]:
+    """Frees what dead runs left behind: no process keeps or uses it, and it is of another boot, or no rank gave a sign of life
+    for a day. What a keeper was freeing when it was killed goes at once."""
+    removed = []
+    for entry in _entries(user_folder(memory)):
+        if entry.name.startswith(".") and entry.suffix == ".freed":
+            shutil.rmtree(entry, ignore_errors=True)
+    for place in places(memory):
+        if place.path == keep.path:
+            continue
+        with place.locked(wait=False) as locked:
+            if locked and _is_stale(place):
+                place.free()
+                removed.append(place.name)
+    return removed
+
+
+def remove_dead_temporaries(place: Place) -> None:
+    """Removes what ranks that were killed while they started left in this memory: arenas and records without a final name."""
+    for entry in _entries(place.path) + _entries(place.requests):
+        match = TEMPORARY_FILE.fullmatch(entry.name)
+        if match and not start_time(int(match["process"] or match["puller"])):
+            entry.unlink(missing_ok=True)
+
+
+def _is_stale(place: Place) -> bool:
+    record = read_json(place.path / "run.json")
+    desks = place.desks().values()
+    if record is None or keeper_alive(place) or any(desk.occupied() for desk in desks):
+        return False
+    return record.get("boot") != boot_id() or min((desk.age for desk in desks), default=0.0) > STALE_SECONDS
+
+
+def make_private_folder(path: Path) -> None:
+    """Makes a folder that this user alone may enter. What another user put there, or a link, is refused: whoever owns the
+    folder decides what is in it."""
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise HoldfastError(
+            f"{path} is not a folder of this user (its owner has uid {status.st_uid}): another user may have made it to read or "
+            "change snapshots. Remove it, or choose another --snapshot-dir"
+        )
+    if stat.S_IMODE(status.st_mode) != 0o700:
+        os.chmod(path, 0o700)
+
+
+def _lock_file(path: Path, wait: bool) -> int | None:
+    """A descriptor that holds the lock of this file; the lock ends with the descriptor."""
+    deadline = time.monotonic() + (LOCK_SECONDS if wait else 0.0)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor  # else its holder has removed it: the next one has another file
+        except BlockingIOError:
+            pass
+        os.close(descriptor)
+        if time.monotonic() > deadline:
+            if wait:
+                raise HoldfastError(f"{path} was locked by another process for {LOCK_SECONDS:.0f} s; is it stopped?")
+            return None
+        time.sleep(0.01)
+
+
+# struct flock of Linux: type, whence, start, length, process
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def lock_keeper(place: Place) -> int | None:
+    """Becomes the keeper: a descriptor to hold for as long; None if there is one."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_NOFOLLOW
+    descriptor = os.open(place.path / "keeper.lock", flags, 0o600)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        raise HoldfastError(
+            f"cannot lock {place.path}: {error.strerror}; snapshots need a folder with flock, such as {MEMORY}"
+        ) from error
+    return descriptor
+
+
+def keeper_alive(place: Place) -> bool:
+    """Whether a process holds the keeper's lock. Only asks: to take the lock for a moment could keep a new keeper from it."""
+    try:
+        descriptor = os.open(place.path / "keeper.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        asked = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    finally:
+        os.close(descriptor)
+    return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Appears by rename, readable by its owner alone; memory needs no fsync."""
+    temporary = temporary_beside(path)
+    try:
+        with open(temporary, "xb", opener=open_private) as file:
+            file.write(orjson.dumps(record))
+        os.rename(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return orjson.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, orjson.JSONDecodeError):
+        return None
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

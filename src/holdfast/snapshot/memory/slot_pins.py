@@ -1,0 +1,39 @@
+"""Pins of slots that are written to disk: who sets them, and who releases them when a process was killed.
+
+The invariant: a trainer sets DISK when it asks for a save, and the keeper releases it when that step is on disk or given up; the
+keeper sets KEEPER around its own writing, and a new keeper releases what a killed one left.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from holdfast.snapshot.keeper.checkpoint_writer import Held
+from holdfast.snapshot.memory.arena import DISK, KEEPER, SLOTS
+from holdfast.snapshot.memory.run_memory import Place, open_arenas
+
+
+@contextmanager
+def pinned(slots: Sequence[Held]) -> Iterator[None]:
+    """Keeps the slots from being overwritten while the keeper writes them."""
+    for held in slots:
+        held.arena.pin(held.index, True, KEEPER)
+    try:
+        yield
+    finally:
+        for held in slots:
+            held.arena.pin(held.index, False, KEEPER)
+
+
+def release_killed_keepers(place: Place) -> None:
+    for arena in open_arenas(place.arenas(), place.key):
+        for index in range(SLOTS):
+            arena.pin(index, False, KEEPER)
+        arena.close()
+
+
+def release_save(place: Place, step: int) -> None:
+    for arena in open_arenas(place.arenas(), place.key):
+        for index, header in enumerate(arena.headers()):
+            if header.step == step:
+                arena.pin(index, False, DISK)
+        arena.close()

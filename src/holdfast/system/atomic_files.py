@@ -1,0 +1,124 @@
+"""Atomic publish: everything that another process may read appears by rename, complete and on disk.
+
+The invariant: a final name either does not exist, holds what it held before, or holds the whole new content. The temporary
+name lies in the same folder (rename never crosses a file system), starts with a dot and ends with `.tmp`, and is removed
+when the writer fails; a killed writer leaves at most such a name behind, which nobody reads.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.system.errors import HoldfastError
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name of our own in the folder of `path`, that no reader takes for the real thing."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def remove_temporaries(path: Path) -> None:
+    """Removes what killed writers of this file left behind. Only for a process that no other one writes the file beside."""
+    for entry in path.parent.iterdir():
+        if entry.name.startswith(f".{path.name}.") and entry.name.endswith(".tmp"):
+            entry.unlink(missing_ok=True)
+
+
+def fsync(path: Path) -> None:
+    """Makes a file's content, or a folder's entries, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename_into_place(temporary: Path, final: Path) -> None:
+    """The last act of every publish: `temporary` is complete and synced; afterwards it is called `final`."""
+    os.replace(temporary, final)
+    fsync(final.parent)
+
+
+def check_can_write(path: Path | str) -> None:
+    """Fails where `path` cannot be created, before long work for it begins."""
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise explain_os_error(NotADirectoryError(errno.ENOTDIR, "", str(folder)), Path(path))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise explain_os_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), Path(path))
+
+
+def make_folder(folder: Path, path: Path) -> None:
+    """Creates the folder that `path` is to be written to, with its parents."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:
+        raise HoldfastError(f"cannot write {path}: no folder can be created in {folder.parent}") from error
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+
+
+@contextmanager
+def publish_file(path: Path | str) -> Iterator[Path]:
+    """Gives a temporary path to write; on a clean exit the content becomes `path`, on an exception nothing changes."""
+    final = Path(path)
+    make_folder(final.parent, final)
+    temporary = temporary_beside(final)
+    try:
+        yield temporary
+        fsync(temporary)
+        rename_into_place(temporary, final)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise explain_os_error(error, final) from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def publish_bytes(path: Path | str, content: bytes) -> None:
+    with publish_file(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def publish_text(path: Path | str, content: str) -> None:
+    publish_bytes(path, content.encode())
+
+
+@contextmanager
+def publish_folder(path: Path | str) -> Iterator[Path]:
+    """As `publish_file`, for a folder of files. Refuses to replace a folder that is there and not empty."""
+    final = Path(path)
+    make_folder(final.parent, final)
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise HoldfastError(f"{final} already exists; choose another name or remove it first")
+    temporary = temporary_beside(final)
+    try:
+        temporary.mkdir()
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                fsync(Path(folder, name))
+            fsync(Path(folder))
+        rename_into_place(temporary, final)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise explain_os_error(error, final) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def explain_os_error(error: OSError, path: Path) -> Exception:
+    """What the user can do about a failed write; errors that are not the user's come back unchanged."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return HoldfastError(f"no room left on the disk of {path.parent}: free some space or choose another folder")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return HoldfastError(f"cannot write {path}: {error.strerror}; choose a folder that you may write to")
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return HoldfastError(f"cannot write {path}: {error.filename} is not a folder")
+    return error

@@ -1,0 +1,114 @@
+"""JSON-lines files that are appended to while others read them: `events.jsonl`, `metrics.jsonl`.
+
+The invariant: one record is one write(2) of one line on a descriptor opened with O_APPEND, so a kill -9 can cost at most the
+last line, several processes may append, and a reader sees whole lines only.
+"""
+
+import contextlib
+import errno
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from holdfast.system.progress import say
+
+RECORDS_KEPT = 10_000
+
+
+class Journal:
+    """Appends records to a JSON-lines file. A torn last line of a killed writer is closed off, not glued to the next."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._descriptor = self._open()
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                os.write(descriptor, b"\n")
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        os.write(self._descriptor, _line(record))
+
+    def event(self, name: str, **details: Any) -> None:
+        """One line of `events.jsonl`: what happened, when (seconds since the epoch), and its details."""
+        self.write({"time": time.time(), "event": name, **details})
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class PatientJournal(Journal):
+    """A journal that a full or read-only disk does not stop: the newest records wait in memory until a write succeeds.
+
+    For processes that must not end because of their log: trainers and keepers.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._waiting: deque[bytes] = deque(maxlen=RECORDS_KEPT)
+        self._torn = False
+        self._descriptor = -1
+        with contextlib.suppress(OSError):  # it is opened before the first write that can succeed
+            self._descriptor = self._open()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        reported = bool(self._waiting)
+        self._waiting.append(_line(record))
+        error = self._write_waiting()
+        if error is not None and not reported:
+            say(f"warning: cannot write {self.path}: {error}; records are kept in memory until it can be written")
+
+    def close(self) -> None:
+        self._write_waiting()
+        if self._descriptor >= 0:
+            super().close()
+
+    def _write_waiting(self) -> str | None:
+        """Writes what waits; the reason, in words, if something still waits afterwards."""
+        while self._waiting:
+            line = b"\n" * self._torn + self._waiting[0]
+            try:
+                if self._descriptor < 0:
+                    self._descriptor = self._open()
+                written = os.write(self._descriptor, line)
+            except OSError as error:
+                return error.strerror or str(error)
+            if written < len(line):
+                # The disk became full in the middle: the line is written again, on a line of its own.
+                self._torn = self._torn or written > 0
+                return os.strerror(errno.ENOSPC)
+            self._torn = False
+            self._waiting.popleft()
+        return None
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+
+
+def read_journal(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The whole records of a journal; a missing file has none, a torn line is passed over."""
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        return
+    for line in content.splitlines():
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            yield record

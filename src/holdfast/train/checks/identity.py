@@ -1,0 +1,198 @@
+"""What makes two starts the same run: the model, the data by its content, the tokenizer by its digest, the seed.
+
+A run folder depends on no file that may change or move, but for its data:
+
+    RUN/tokenizer/     the tokenizer's files, as they were when the run started (tokenizers/folder.py)
+    RUN/data.json      the datasets: absolute prefix, weight, fingerprint (data/fingerprint.py)
+
+So a run continues from any directory, after its folder was moved, after its data was moved, and after the tokenizer's files
+were replaced at the place that they came from.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os.path import abspath
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from holdfast.config import Config, DataConfig, read_config
+from holdfast.system.atomic_files import publish_bytes, publish_folder
+from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import say
+from holdfast.tokenizers.folder import (
+    FILE_KEYS,
+    KEYS,
+    RECIPE_FILE,
+    describe,
+    folder_contents,
+    read_folder,
+    recipe_of,
+)
+from holdfast.tokenizers.recipe import Recipe
+from holdfast.train.run_files.paths import existing
+
+# Keys that decide what is computed. Others (how long, how cut, how reported) may differ between two starts of one run.
+IDENTITY: Mapping[str, tuple[str, ...] | None] = {
+    "model": None,  # all of it
+    "data": ("split", "seq_length"),
+    "train": ("seed",),
+}
+TOKENIZER, DATA = "tokenizer", "data.json"
+
+
+def read_run_config(path: Path | str) -> Config:
+    """The configuration in a file. That of a run refers to the folder that it is in, wherever the run was started."""
+    config, folder = read_config(path), Path(path).absolute().parent
+    if Path(path).name != "config.toml":
+        return config
+    save = config.train.save
+    is_run = any((folder / name).exists() for name in (DATA, "checkpoints", "events.jsonl"))
+    if is_run and save is not None and Path(save).resolve() != folder.resolve():
+        say(f"{path} names the run folder {save}; the run is now in {folder}")
+        config = replace(config, train=replace(config.train, save=str(folder)))
+    carried = read_folder(folder / TOKENIZER)
+    return config if carried is None else _with_tokenizer(config, carried.names)
+
+
+def adopt_tokenizer(config: Config) -> Config:
+    """The run's own copy of the tokenizer, where the configuration names the files that it was copied from.
+
+    A start that never made a step leaves nothing that depends on the copy: the next one reads the files again.
+    """
+    folder = Path(config.train.save) if config.train.save else None
+    if folder is None or not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        return config
+    carried = read_folder(folder / TOKENIZER)
+    if carried is None:
+        return config
+    names, sources = tokenizer_names(config.data), carried.sources
+    if names.keys() != sources.keys() or any(sources[key] not in (name, abspath(name)) for key, name in names.items()):
+        return config
+    try:
+        changed = recipe_of(sources).digest != carried.recipe.digest
+    except HoldfastError:
+        changed = True
+    if changed:
+        file = next(sources[key] for key in FILE_KEYS if key in sources)
+        say(f"{file} is not what it was when the run started; the run uses its own copy in {carried.path}")
+    return _with_tokenizer(config, carried.names)
+
+
+def tokenizer_names(data: DataConfig) -> dict[str, str]:
+    """The keys that name the tokenizer, as far as they are set; empty if no file is."""
+    names = {key: value for key in KEYS if (value := getattr(data, key))}
+    return names if any(key in names for key in FILE_KEYS) else {}
+
+
+def differences(folder: Path, old: Config, new: Config) -> list[str]:
+    """What makes `new` another run than the one in the folder, whose config.toml is `old`."""
+    found = []
+    for section, keys in IDENTITY.items():
+        before, after = getattr(old, section), getattr(new, section)
+        for key in keys or vars(before):
+            if getattr(before, key) != getattr(after, key):
+                found.append(f"{key} was {getattr(before, key)!r} and is {getattr(after, key)!r}")
+    return [*found, *_other_data(folder, old, new), *_other_tokenizer(folder, old, new)]
+
+
+def carry_identity(folder: Path, config: Config) -> Config:
+    """Puts the tokenizer and the description of the data into the run folder; the configuration that refers to the copies."""
+    datasets = describe_data(config.data.data_path)
+    record = {"format": "holdfast run data", "datasets": datasets}
+    publish_bytes(folder / DATA, orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
+    names = tokenizer_names(config.data)
+    if not names:
+        return config
+    digest, place = recipe_of(names).digest, folder / TOKENIZER
+    if not _holds(place, digest):
+        sources = {key: existing(name) if key in FILE_KEYS else name for key, name in names.items()}
+        _publish(place, folder_contents(names, sources), digest)
+    carried = read_folder(place)
+    assert carried is not None
+    return _with_tokenizer(config, carried.names)
+
+
+def describe_data(data_path: Sequence[str]) -> list[dict[str, Any]]:
+    from holdfast.data.fingerprint import fingerprint
+    from holdfast.data.samples.blend import parse_data_path
+
+    parsed = parse_data_path(data_path)
+    weights = parsed.weights or (None,) * len(parsed.prefixes)
+    return [
+        {"prefix": str(Path(prefix).absolute()), "weight": weight, "fingerprint": fingerprint(prefix)}
+        for prefix, weight in zip(parsed.prefixes, weights, strict=True)
+    ]
+
+
+def _other_data(folder: Path, old: Config, new: Config) -> list[str]:
+    before, after = old.data.data_path, new.data.data_path
+    try:
+        recorded = orjson.loads((folder / DATA).read_bytes())["datasets"]
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        if before == after:  # a run of an older Holdfast: there is nothing to compare with
+            return []
+        try:
+            recorded = describe_data(before)
+        except HoldfastError:
+            return [f"data_path was {before!r} and is {after!r}"]
+    found = describe_data(after)
+
+    def content(datasets: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+        return [(dataset["weight"], dataset["fingerprint"]) for dataset in datasets]
+
+    if content(recorded) == content(found):
+        return []
+    if [dataset["prefix"] for dataset in recorded] == [dataset["prefix"] for dataset in found]:
+        return [f"the data in {' '.join(after)} was changed, or has other weights, since the run started"]
+    return [f"data_path was {before!r} and is {after!r}, which holds other data"]
+
+
+def _other_tokenizer(folder: Path, old: Config, new: Config) -> list[str]:
+    before, after = tokenizer_names(old.data), tokenizer_names(new.data)
+    carried = read_folder(folder / TOKENIZER)
+    if carried is not None:
+        recipe: Recipe | None = carried.recipe
+    elif before == after:
+        return []
+    else:
+        try:
+            recipe = recipe_of(before) if before else None
+        except HoldfastError:
+            recipe = None  # gone; only the names are left to compare
+    found = recipe_of(after) if after else None
+    if recipe is not None and found is not None and recipe.digest == found.digest:
+        return []
+    was = describe(recipe) if recipe else before or "none"
+    return [f"the tokenizer was {was} and is {describe(found) if found else 'none'}"]
+
+
+def _holds(folder: Path, digest: str) -> bool:
+    try:
+        carried = read_folder(folder)
+    except HoldfastError:
+        return False
+    return carried is not None and carried.recipe.digest == digest
+
+
+def _publish(folder: Path, contents: Mapping[str, bytes], digest: str) -> None:
+    """Several nodes may publish the same folder. One that holds another tokenizer is of a start that never made a step."""
+    if not folder.exists():
+        try:
+            with publish_folder(folder) as temporary:
+                for name, content in contents.items():
+                    (temporary / name).write_bytes(content)
+            return
+        except (HoldfastError, OSError):
+            if not folder.exists():
+                raise
+    if not _holds(folder, digest):
+        (folder / RECIPE_FILE).unlink(missing_ok=True)  # it comes last again
+        for name, content in contents.items():
+            publish_bytes(folder / name, content)
+
+
+def _with_tokenizer(config: Config, names: Mapping[str, str]) -> Config:
+    values: dict[str, Any] = {**dict.fromkeys(FILE_KEYS), **names}
+    return replace(config, data=replace(config.data, **values))

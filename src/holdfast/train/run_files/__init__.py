@@ -1,0 +1,1 @@
+"""Files of a run folder that training reads and writes, besides checkpoints and metrics."""

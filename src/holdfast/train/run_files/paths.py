@@ -1,0 +1,48 @@
+"""Paths of a configuration, made absolute: a run continues from any working directory, and a job starts in another one."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.config import Config
+from holdfast.system.errors import UsageError
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration, independent of the working directory. Catalog names and URLs stay as they are."""
+    train, data = config.train, config.data
+    words = data.data_path
+    if len(words) == 1 and not Path(f"{words[0]}.idx").exists():
+        words = tuple(words[0].split()) or words  # a whole blend in one string
+    return replace(
+        config,
+        data=replace(
+            data,
+            data_path=tuple(part if is_weight(part) else absolute(part) for part in words),
+            data_cache_path=data.data_cache_path and absolute(data.data_cache_path),
+            vocab_file=data.vocab_file and existing(data.vocab_file),
+            merge_file=data.merge_file and existing(data.merge_file),
+            tokenizer_model=data.tokenizer_model and existing(data.tokenizer_model),
+        ),
+        train=replace(train, save=train.save and absolute(train.save), load=train.load and absolute(train.load)),
+    )
+
+
+def absolute(path: str) -> str:
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    if "$" in expanded:
+        raise UsageError(f"{path}: a variable in it is not set here (export DATA_PATH=..., for example)")
+    return os.path.abspath(expanded)
+
+
+def existing(name: str) -> str:
+    """A file as absolute path; a name of the catalog or an address as it is."""
+    return absolute(name) if "$" in name or Path(name).expanduser().exists() else name
+
+
+def is_weight(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

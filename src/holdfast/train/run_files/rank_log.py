@@ -1,0 +1,51 @@
+"""A rank's output: everything goes to RUN/logs/rank-N.log, and the lines of `say` also to the terminal.
+
+Libraries below Python (gloo, NCCL, oneDNN) write to the descriptors 1 and 2, so those are redirected, before torch is
+imported. The log is appended to; a header line begins each start of the rank.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from holdfast.system.progress import copy_lines_to
+
+FOLDER_VARIABLE = "HOLDFAST_RANK_LOGS"
+HEADER = "=== rank "
+TAIL_BYTES = 1 << 16
+SHOWN_LINES, SHOWN_COLUMNS = 5, 160
+
+
+def rank_log(folder: Path, rank: int | str) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def redirect_output() -> None:
+    """Sends this rank's stdout and stderr to its log. Does nothing where the supervisor named no folder, or it is full."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        return
+    rank, restart = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    header = f"{HEADER}{rank}, process {os.getpid()}, restart {restart}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    try:
+        descriptor = os.open(rank_log(Path(folder), rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(descriptor, header.encode())
+    except OSError:
+        return
+    copy_lines_to(os.fdopen(os.dup(2), "w", buffering=1))
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def last_lines(path: Path) -> list[str]:
+    """The last lines that the newest start of a rank wrote, without the iteration lines, shortened to a screen's width."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = text.rpartition(HEADER)[2].splitlines()[1:]
+    lines = [line.rstrip() for line in lines if line.strip() and "] iteration " not in line]
+    return [line if len(line) <= SHOWN_COLUMNS else line[: SHOWN_COLUMNS - 1] + "…" for line in lines[-SHOWN_LINES:]]

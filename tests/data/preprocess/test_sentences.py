@@ -1,0 +1,68 @@
+"""Sentences: a sequence each, the bytes of Megatron's writer for the same sentences, nothing of the text lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast import preprocess
+from holdfast.data.preprocess.sentences import Splitter
+from holdfast.system.errors import UsageError
+from tests.data.conftest import TokenizerFiles
+from tests.data.corpora import NASTY, dataset_bytes, megatron_bytes, megatron_documents, pair, prose
+
+STORY = "Dr. Smith arrived at 3.30 p.m. He was late! Why?\n\nNobody knew.  The End"
+
+
+def test_sentences_end_where_a_reader_would_end_them() -> None:
+    assert Splitter("english").split("Mr. Brown is here. He sat down.") == ["Mr. Brown is here.", "He sat down."]
+    assert Splitter("de").split("Das ist z. B. gut. Ja!") == ["Das ist z. B. gut.", "Ja!"]
+    assert Splitter("en").split("") == []
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_nothing_but_blanks_is_lost(keep: bool) -> None:
+    splitter = Splitter("english", keep)
+    for text in [
+        STORY,
+        *(text for text in NASTY if isinstance(text, str)),
+        *(json.loads(line)["text"] for line in prose(50)),
+    ]:
+        pieces = splitter.split(text)
+        assert "".join("".join(pieces).split()) == "".join(text.split())
+        assert all(piece.strip() for piece in pieces)
+        if keep:
+            assert "".join(pieces).count("\n") == text.lstrip().rstrip(" \t").count("\n")
+
+
+def test_an_unknown_language_is_refused() -> None:
+    with pytest.raises(UsageError, match="--lang klingon1"):
+        Splitter("klingon1")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sequence_per_sentence_as_megatron_writes_them(tmp_path: Path, bert: TokenizerFiles, workers: int) -> None:
+    texts = [STORY, "", "One. Two. Three.", ["given", "as a list."], *(json.loads(line)["text"] for line in prose(100))]
+    source = tmp_path / "a.jsonl"
+    source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    summary = preprocess(source, tmp_path / "out", **bert.arguments(), split_sentences=True, workers=workers)  # type: ignore[arg-type]
+    assert summary.outputs == (f"{tmp_path}/out_text_sentence",)
+    assert summary.engine.startswith("tokie")
+    splitter = Splitter("english")
+    split = [json.dumps({"text": splitter.split(text) if isinstance(text, str) else text}).encode() for text in texts]
+    documents = megatron_documents(split, "text", bert.build(), False)
+    assert pair(tmp_path / "out_text_sentence") == dataset_bytes(documents)
+    oracle = megatron_bytes(documents, tmp_path)
+    assert oracle is None or pair(tmp_path / "out_text_sentence") == oracle
+
+
+def test_cased_bert_with_newlines_kept(tmp_path: Path, bert_cased: TokenizerFiles) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": STORY}))
+    preprocess(
+        source, tmp_path / "out", **bert_cased.arguments(), split_sentences=True, keep_newlines=True, append_eod=True
+    )  # type: ignore[arg-type]
+    split = [json.dumps({"text": Splitter("english", True).split(STORY)}).encode()]
+    assert pair(tmp_path / "out_text_sentence") == dataset_bytes(
+        megatron_documents(split, "text", bert_cased.build(), True)
+    )

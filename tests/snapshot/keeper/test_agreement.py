@@ -1,0 +1,195 @@
+"""Keepers of several nodes agree on the step they write; by themselves, and after crashes of real runs."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.manifest import read_manifest
+from holdfast.snapshot.keeper import checkpoint_writer as persisting
+from holdfast.snapshot.keeper.agreement import Meeting
+from holdfast.snapshot.memory.run_memory import open_arenas
+from holdfast.system.errors import HoldfastError
+from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
+from tests.snapshot.keeper.test_replication import pair, places, stop_everything  # noqa: F401
+from tests.snapshot.keeper.test_service import hash_on_disk
+
+
+def nodes(folder, count):
+    return [Meeting(folder, node, count) for node in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_get_the_newest_step_that_all_hold_in_whatever_order_they_come(tmp_path, seed):
+    chance = random.Random(seed)
+    members = nodes(tmp_path, chance.randrange(2, 6))
+    for _ in range(3):  # errand after errand, in the same folder
+        newest = chance.randrange(2, 100)
+        held = [[newest - behind, newest - behind - 1] for behind in (chance.choice([0, 1]) for _ in members)]
+        expected = max(set.intersection(*map(set, held)))
+        stamps = [chance.randbytes(8).hex() for _ in members]
+        answers = [None] * len(members)
+        while None in answers:
+            node = chance.randrange(len(members))
+            answers[node] = members[node].agree(stamps[node], held[node])
+            assert answers[node] in (None, expected)
+        assert not any(member.waiting() for member in members)
+    members[0].close()
+    assert all(member.over() for member in members) and not list(tmp_path.iterdir())
+
+
+def test_nobody_is_answered_with_a_choice_that_was_made_before_it_asked(tmp_path):
+    first, second = nodes(tmp_path, 2)
+    assert first.agree("a", [7, 6]) is None and second.waiting() == {"a"}
+    assert second.agree("b", [6, 5]) is None
+    assert first.agree("a", [7, 6]) == 6 == second.agree("b", [6, 5])
+    assert second.agree("c", [6, 5]) is None and first.waiting() == {"c"}
+    assert first.agree("a", [7, 6]) == 6, "its own errand was answered"
+    assert second.agree("c", [6, 5]) is None
+    assert first.agree("d", [7, 6]) == 6 == second.agree("c", [6, 5])
+
+
+def test_what_a_keeper_left_behind_that_is_gone_misleads_at_most_once(tmp_path):
+    first, second = nodes(tmp_path, 2)
+    second.agree("before it was killed", [3])
+    assert first.agree("a", [9, 3]) == 3
+    assert first.agree("b", [9, 8]) is None
+    second.agree("the one that followed it", [9, 8])
+    assert first.agree("b", [9, 8]) == 9
+
+
+def test_who_left_is_not_counted_on(tmp_path):
+    first, second = nodes(tmp_path, 2)
+    second.agree("b", [5])
+    second.leave("b")
+    assert first.agree("a", [5]) is None and not first.waiting()
+    second.agree("c", [5])
+    assert first.agree("a", [5]) == 5
+    second.leave("c")
+    assert second.agree("c", [5]) == 5, "an answer is not taken back"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("node", [0, 1])
+def test_persist_on_any_node_of_a_run_that_goes_on_writes_all_of_a_step(pair, oracle, node):  # noqa: F811
+    pair.steps = 400
+    launched = launch(pair)
+    wait_for(lambda: all(place.desks().get(rank) for rank, place in enumerate(places(pair))), "the ranks")
+    wait_for(lambda: places(pair)[1].desks()[1]["step"] >= 3, "the run to train")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "holdfast",
+            "persist",
+            str(pair.folder),
+            "--snapshot-dir",
+            str(pair.memory / f"node{node}"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (step, path), *others = checkpoints_in(pair.folder)
+    assert done.stdout.strip() == str(path) and not others
+    assert all(rank["random"] for rank in read_manifest(path).per_rank)
+    assert hash_on_disk(pair, step) == oracle(pair)[step]
+    launched.kill()
+    launched.wait(pair)
+
+
+@pytest.mark.distributed
+def test_nodes_that_hold_different_newest_steps_write_the_one_that_both_hold(pair, oracle):  # noqa: F811
+    """Rank 1 is killed while it copies step 5; rank 0 has it. Neither node holds the whole state."""
+    pair.slow_copy = {1: 1.0}
+    pair.faults = [Fault("kill while writing", rank=1, step=5, point="taken")]
+    launched = launch(pair)
+    assert not launched.wait(pair)
+    wait_for(lambda: checkpoints_in(pair.folder), f"a checkpoint: {pair.events()}")
+    ((step, path),) = checkpoints_in(pair.folder)
+    assert step == 4 and hash_on_disk(pair, step) == oracle(pair)[step]
+    assert all(rank["random"] for rank in read_manifest(path).per_rank)
+    for place in places(pair):
+        os.kill(keeper_process(place), signal.SIGKILL)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["tp", "fsdp"])
+def test_a_state_cut_over_two_nodes_is_written_by_both_after_a_crash_and_comes_back(pair, check, layout):  # noqa: F811
+    pair.layout, pair.options, pair.steps = layout, {}, 12
+    pair.faults = [Fault("kill", rank=1, step=5, point="forward")]
+    assert check(pair, between=lambda _: wait_for(lambda: checkpoints_in(pair.folder), "a checkpoint")) == 1
+    assert checkpoints_in(pair.folder)[0][0] in (4, 5)
+
+
+@pytest.fixture
+def halves(pair):  # noqa: F811
+    """The memory of a run whose two nodes hold half of the state each, after a power cut; and the newest step of both."""
+    launched = launch(pair)
+    wait_for(lambda: all(place.arenas() for place in places(pair)), "the nodes' memory")
+    wait_for(lambda: places(pair)[1].desks()[1]["ready"] >= 3, "the run to train")
+    stop_everything(pair, launched)
+    arenas = [open_arenas(place.arenas(), place.key) for place in places(pair)]
+    yield arenas, max(set.intersection(*(set(persisting.common_steps(half)) for half in arenas)))
+    for half in arenas:
+        for arena in half:
+            arena.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_node_with_a_slow_disk_is_waited_for_as_long_as_it_writes(pair, oracle, halves, monkeypatch, slow):  # noqa: F811
+    arenas, step = halves
+    write_shard = persisting._write_shard
+
+    def write_slowly(folder, held):
+        time.sleep(4.0 if held.arena.rank == slow else 0.0)
+        return write_shard(folder, held)
+
+    monkeypatch.setattr(persisting, "_write_shard", write_slowly)
+    monkeypatch.setattr(persisting, "LIFE_SECONDS", 0.1)
+    with ThreadPoolExecutor(2) as pool:
+        checkpoints = pair.folder / "checkpoints"
+        writes = [pool.submit(persisting.write_checkpoint, half, step, checkpoints, patience=1.5) for half in arenas]
+        assert len({write.result() for write in writes}) == 1
+    assert hash_on_disk(pair, step) == oracle(pair)[step]
+    files = {path.name for path in checkpoints.rglob("*") if path.is_file()}
+    assert files == {"latest", "MANIFEST.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_node_that_does_not_come_is_not_waited_for_for_ever(pair, halves, alone):  # noqa: F811
+    arenas, step = halves
+    with pytest.raises(HoldfastError, match="within"):
+        persisting.write_checkpoint(arenas[alone], step, pair.folder / "checkpoints", patience=0.5)
+    assert not list((pair.folder / "checkpoints").iterdir())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_node_that_holds_everything_and_is_left_alone_does_not_wait_again(pair, oracle, alone):  # noqa: F811
+    """The other node is gone, its keeper and its memory with it, and the scheduler ends this one."""
+    pair.options = {}
+    launched = launch(pair)
+    wait_for(lambda: all(place.arenas() for place in places(pair)), "the nodes' memory")
+    wait_for(lambda: places(pair)[alone].desks()[alone]["ready"] >= 3, "the run to train")
+    left, gone = places(pair)[alone], places(pair)[1 - alone]
+    os.kill(keeper_process(gone), signal.SIGKILL)
+    launched.kill()
+    launched.wait(pair)
+    shutil.rmtree(gone.path)
+    keeper = keeper_process(left)
+    os.kill(keeper, signal.SIGTERM)
+    wait_for(lambda: checkpoints_in(pair.folder), "a checkpoint")
+    ((step, _),) = checkpoints_in(pair.folder)
+    assert hash_on_disk(pair, step) == oracle(pair)[step]
+    wait_for(lambda: not psutil.pid_exists(keeper), "the keeper to leave")
