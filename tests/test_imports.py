@@ -27,7 +27,8 @@ MAY_SEE: dict[str, set[str]] = {
     "launch": BASIS | STATE | {"data", "models", "parallel", "train", "conversion"},
     "report": BASIS | STATE | {"data", "train", "models"},
 }
-ALL = {*MAY_SEE, "demo", "bench", "cli"}
+LIBRARY = {"fetch", "preprocess", "convert", "generate"}
+ALL = {*MAY_SEE, *LIBRARY, "demo", "bench", "cli"}
 MAY_SEE["demo"] = ALL - {"bench"}
 MAY_SEE["bench"] = ALL - {"demo", "launch"}
 
