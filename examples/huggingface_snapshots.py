@@ -114,10 +114,10 @@ def main() -> None:
 
 def last_step(folder: Path, memory: str) -> int:
     """The step that a restore will come back to: the loader is made before the Trainer says that training begins."""
-    from holdfast.snapshot.memory.run_memory import Place
+    from holdfast.snapshot.memory.run_memory import RunMemory
     from holdfast.snapshot.report import run_facts
 
-    facts = run_facts(Place.of("hf", folder, memory))
+    facts = run_facts(RunMemory.of("hf", folder, memory))
     steps = [*facts["common_steps"], *(entry["step"] for entry in facts["checkpoints"])]
     return max(steps, default=0)
 

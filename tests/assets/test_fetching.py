@@ -7,7 +7,7 @@ import pytest
 
 from holdfast import fetch
 from holdfast.assets import catalog_files, resolve
-from holdfast.assets.catalog import CATALOG, Known, Wanted
+from holdfast.assets.catalog import CATALOG, CatalogEntry, FileSpec
 from holdfast.system.errors import HoldfastError, UsageError
 from tests.assets.loopback import fails, sha256, some_bytes
 
@@ -109,8 +109,8 @@ def test_mirrors_are_asked_in_order(server, monkeypatch):
     first, second, third = (server.put(f"/{name}", CONTENT) for name in ("first", "second", "third"))
     server.pages["/first"].script = [fails(404)]
     server.pages["/second"].script = [fails(403)]
-    wanted = Wanted(first, (second, third), "file.json", len(CONTENT), sha256(CONTENT))
-    monkeypatch.setitem(CATALOG, "mirrored", Known("a test", {"vocab": wanted}))
+    wanted = FileSpec(first, (second, third), "file.json", len(CONTENT), sha256(CONTENT))
+    monkeypatch.setitem(CATALOG, "mirrored", CatalogEntry("a test", {"vocab": wanted}))
     assert resolve("mirrored").read_bytes() == CONTENT
     assert [one.path for one in server.requests] == ["/first", "/second", "/third"]
 
@@ -120,8 +120,8 @@ def test_a_path_stays_itself_and_a_name_is_fetched(server, tmp_path, monkeypatch
     local.write_text("{}")
     assert resolve(local) == local
     assert resolve(str(local), "vocab") == local
-    files = {role: Wanted(server.put(f"/{role}", role.encode() * 9)) for role in ("vocab", "merges")}
-    monkeypatch.setitem(CATALOG, "pair", Known("a test", files))
+    files = {role: FileSpec(server.put(f"/{role}", role.encode() * 9)) for role in ("vocab", "merges")}
+    monkeypatch.setitem(CATALOG, "pair", CatalogEntry("a test", files))
     assert resolve("pair", "merges").read_bytes() == b"merges" * 9
     assert resolve("pair/vocab").read_bytes() == b"vocab" * 9
     assert {role: path.name for role, path in catalog_files("pair").items()} == {"vocab": "vocab", "merges": "merges"}

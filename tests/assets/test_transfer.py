@@ -8,7 +8,7 @@ import pytest
 
 from holdfast import fetch
 from holdfast.assets import resolve, transfer
-from holdfast.assets.catalog import CATALOG, Known, Wanted
+from holdfast.assets.catalog import CATALOG, CatalogEntry, FileSpec
 from holdfast.system.errors import HoldfastError
 from tests.assets.loopback import fails, resets_after, sha256, some_bytes, stops_after
 from tests.assets.test_fetching import files_in, leftovers_in
@@ -215,7 +215,7 @@ def test_a_url_that_climbs_does_not_leave_the_cache(server, cache, path, asked):
 
 def test_a_file_of_another_length_than_the_catalog_says_is_refused_before_it_is_downloaded(server, cache, monkeypatch):
     url = server.put("/file", CONTENT, block_delay=0.2)
-    monkeypatch.setitem(CATALOG, "known", Known("a test", {"vocab": Wanted(url, size=len(CONTENT) + 1)}))
+    monkeypatch.setitem(CATALOG, "known", CatalogEntry("a test", {"vocab": FileSpec(url, size=len(CONTENT) + 1)}))
     with pytest.raises(HoldfastError, match="the file has 1000000 bytes, not 1000001"):
         resolve("known")
     assert files_in(cache) == []

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from holdfast.checkpoint.layout import PAGE, Piece, lay_out, read_layout
+from holdfast.checkpoint.layout import PAGE, TensorSlice, lay_out, read_layout
 from holdfast.system.errors import HoldfastError
 
 pieces = st.lists(
@@ -21,7 +21,7 @@ TYPES = {"F32": np.float32, "I64": np.int64, "U8": np.uint8, "F16": np.float16}
 @settings(max_examples=30, deadline=None)
 def test_the_safetensors_library_reads_what_was_laid_out(tmp_path_factory, drawn):
     made = [
-        Piece(f"p{i}", dtype, tuple(n + 3 for n in shape), (1,) * len(shape), tuple(shape))
+        TensorSlice(f"p{i}", dtype, tuple(n + 3 for n in shape), (1,) * len(shape), tuple(shape))
         for i, (dtype, shape) in enumerate(drawn)
     ]
     layout = lay_out(made)

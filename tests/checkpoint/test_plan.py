@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.layout import ITEM_SIZES, Piece
-from holdfast.checkpoint.plan import Held, bytes_of, divide, plan_hash, ranks_to_persist
+from holdfast.checkpoint.layout import ITEM_SIZES, TensorSlice
+from holdfast.checkpoint.plan import LocalTensor, bytes_of, divide, plan_hash, ranks_to_persist
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 tensors = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_SIZES)), st.booleans()), min_size=1, max_size=8)
 
 
-def whole(number: int, shape: tuple[int, ...], dtype: str) -> Piece:
-    return Piece(f"t{number:02d}", dtype, shape, (0,) * len(shape), shape)
+def whole(number: int, shape: tuple[int, ...], dtype: str) -> TensorSlice:
+    return TensorSlice(f"t{number:02d}", dtype, shape, (0,) * len(shape), shape)
 
 
-def elements(piece: Piece) -> list[tuple[int, ...]]:
+def elements(piece: TensorSlice) -> list[tuple[int, ...]]:
     found = [()]
     for offset, size in zip(piece.offset, piece.shape, strict=True):
         found = [(*index, offset + i) for index in found for i in range(size)]
@@ -28,12 +28,14 @@ def elements(piece: Piece) -> list[tuple[int, ...]]:
 @given(tensors, st.integers(1, 9), st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
 def test_every_element_is_kept_once_per_cohort_whatever_the_shapes(drawn, ranks, cohorts):
-    held = [Held(whole(number, shape, dtype), divisible) for number, (shape, dtype, divisible) in enumerate(drawn)]
+    held = [
+        LocalTensor(whole(number, shape, dtype), divisible) for number, (shape, dtype, divisible) in enumerate(drawn)
+    ]
     of_rank = [rank % cohorts for rank in range(ranks)]
     kept = divide([held] * ranks, of_rank)
     wanted = Counter(element for item in held for element in elements(item.box))
-    for cohort in set(of_rank):
-        mine = [piece for rank in range(ranks) if of_rank[rank] == cohort for piece in kept[rank]]
+    for replica_set in set(of_rank):
+        mine = [piece for rank in range(ranks) if of_rank[rank] == replica_set for piece in kept[rank]]
         assert Counter(element for piece in mine for element in elements(piece)) == wanted
     written = [piece for rank in ranks_to_persist(kept) for piece in kept[rank]]
     assert {element for piece in written for element in elements(piece)} == set(wanted)
@@ -45,7 +47,7 @@ def test_every_element_is_kept_once_per_cohort_whatever_the_shapes(drawn, ranks,
 @given(tensors, st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
 def test_no_share_is_further_than_a_row_from_the_mean(drawn, ranks):
-    held = [Held(whole(number, shape, dtype)) for number, (shape, dtype, _) in enumerate(drawn)]
+    held = [LocalTensor(whole(number, shape, dtype)) for number, (shape, dtype, _) in enumerate(drawn)]
     kept = divide([held] * ranks)
     total = bytes_of([item.box for item in held])
     row = max((math.prod(item.box.shape[1:]) * ITEM_SIZES[item.box.dtype] for item in held), default=0)
@@ -53,7 +55,7 @@ def test_no_share_is_further_than_a_row_from_the_mean(drawn, ranks):
         assert abs(bytes_of(pieces) - total / ranks) <= row + 1
 
 
-def gpt2_345m() -> list[Held]:
+def gpt2_345m() -> list[LocalTensor]:
     width, layers = 1024, 24
     sizes = {"embedding": (50304, width), "positions": (1024, width), "norm.weight": (width,), "norm.bias": (width,)}
     for layer in range(layers):
@@ -68,7 +70,7 @@ def gpt2_345m() -> list[Held]:
         for norm in ("n1", "n2"):
             sizes[f"{layer}.{norm}.weight"] = sizes[f"{layer}.{norm}.bias"] = (width,)
     return [
-        Held(Piece(f"{kind}{name}", "F32", shape, (0,) * len(shape), shape))
+        LocalTensor(TensorSlice(f"{kind}{name}", "F32", shape, (0,) * len(shape), shape))
         for kind in ("model.", "optimizer.m.", "optimizer.v.")
         for name, shape in sizes.items()
     ]
@@ -82,10 +84,10 @@ def test_the_345m_model_is_cut_evenly(ranks):
 
 
 def test_what_one_rank_holds_stays_with_it_and_copies_share_the_rest():
-    def shard(rank: int) -> Held:
-        return Held(Piece("sharded", "F32", (8, 4), (2 * rank, 0), (2, 4)))
+    def shard(rank: int) -> LocalTensor:
+        return LocalTensor(TensorSlice("sharded", "F32", (8, 4), (2 * rank, 0), (2, 4)))
 
-    norm = Held(whole(0, (8,), "F32"))
+    norm = LocalTensor(whole(0, (8,), "F32"))
     kept = divide([[shard(rank), norm] for rank in range(4)])
     for rank, pieces in enumerate(kept):
         assert shard(rank).box in pieces
@@ -93,13 +95,13 @@ def test_what_one_rank_holds_stays_with_it_and_copies_share_the_rest():
 
 
 def test_the_plans_name_changes_with_every_part_of_it():
-    held = [Held(whole(0, (8, 2), "F32")), Held(whole(1, (3,), "I64"))]
+    held = [LocalTensor(whole(0, (8, 2), "F32")), LocalTensor(whole(1, (3,), "I64"))]
     names = {
         plan_hash(divide([held] * 2)),
         plan_hash(divide([held] * 3)),
         plan_hash(divide([held[:1]] * 2)),
-        plan_hash(divide([[Held(whole(0, (8, 2), "F64")), held[1]]] * 2)),
-        plan_hash(divide([[Held(whole(0, (8, 3), "F32")), held[1]]] * 2)),
+        plan_hash(divide([[LocalTensor(whole(0, (8, 2), "F64")), held[1]]] * 2)),
+        plan_hash(divide([[LocalTensor(whole(0, (8, 3), "F32")), held[1]]] * 2)),
     }
     assert len(names) == 5
     assert plan_hash(divide([held] * 2)) in names

@@ -9,7 +9,7 @@ from holdfast import convert
 from holdfast.conversion.converting import Options, run_conversion
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan
-from holdfast.conversion.tensors import beside
+from holdfast.conversion.tensors import hstack
 from holdfast.conversion.verify import verify_conversion
 from holdfast.conversion.verify_sides import open_side
 from holdfast.system.errors import HoldfastError
@@ -103,7 +103,7 @@ def planted(name):
     from holdfast.conversion.huggingface import names as huggingface_names
     from holdfast.conversion.megatron import read as megatron_read
     from holdfast.conversion.megatron import torch_dist
-    from holdfast.conversion.tensors import stacked
+    from holdfast.conversion.tensors import vstack
 
     split_gate, split_qkv, architecture = (
         megatron_read.split_gate, huggingface_names.split_qkv, megatron_read.architecture_from_args,
@@ -120,7 +120,7 @@ def planted(name):
         return tensor.reordered((local, 2, width // 2), (0, 2, 1))
 
     def shifted(tensor, arch):
-        return split_qkv(stacked([tensor.rows(1, tensor.shape[0]), tensor.rows(0, 1)]), arch)
+        return split_qkv(vstack([tensor.rows(1, tensor.shape[0]), tensor.rows(0, 1)]), arch)
 
     def other_epsilon(*arguments):
         from dataclasses import replace
@@ -138,7 +138,7 @@ def planted(name):
         ],
         "rotary halves interleaved": [(megatron_read._Layouts, "qkv", interleaved)],
         "rows shifted": [(huggingface_names, "split_qkv", shifted)],
-        "ranks in the wrong order": [(megatron_read, "beside", lambda shards: beside(shards[::-1]))],
+        "ranks in the wrong order": [(megatron_read, "hstack", lambda shards: hstack(shards[::-1]))],
         "another epsilon": [(megatron_read, "architecture_from_args", other_epsilon)],
     }[name]
 

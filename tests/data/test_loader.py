@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.data.loader import Batches, DocumentRules, MicroBatch
+from holdfast.data.loader import DocumentRules, GPTBatches, MicroBatch
 from holdfast.data.samples.gpt import GPTSamples
 from holdfast.system.errors import HoldfastError, UsageError
 from tests.data.megatron_oracle import megatron_gpt_splits, write_dataset
@@ -40,7 +40,7 @@ def megatron_sample_numbers(
 @pytest.mark.parametrize("micro", [1, 2])
 def test_ranks_share_a_step_as_in_megatron(samples: GPTSamples, ranks: int, micro: int) -> None:
     for rank in range(ranks):
-        batches = Batches(
+        batches = GPTBatches(
             samples, micro, data_parallel_rank=rank, data_parallel_size=ranks, num_workers=0, pin_memory=False
         )
         expected = megatron_sample_numbers(24, len(samples), micro, rank, ranks, 12 // (micro * ranks))
@@ -62,7 +62,10 @@ def equal(a: list[MicroBatch], b: list[MicroBatch]) -> bool:
 def test_prefetching_changes_nothing(samples: GPTSamples) -> None:
     """Steps in order, a batch that grows, a jump back after a failure, the same step twice, the very last samples."""
     calls = [(0, 4), (4, 4), (8, 4), (12, 8), (20, 8), (4, 4), (4, 4), (len(samples) - 4, 4), (0, 4)]
-    with Batches(samples, 2, num_workers=0, pin_memory=False) as plain, Batches(samples, 2, pin_memory=False) as ahead:
+    with (
+        GPTBatches(samples, 2, num_workers=0, pin_memory=False) as plain,
+        GPTBatches(samples, 2, pin_memory=False) as ahead,
+    ):
         for consumed, size in calls:
             assert equal(plain.get(consumed, size), ahead.get(consumed, size))
 
@@ -82,7 +85,7 @@ def test_prefetched_steps_are_read_before_they_are_asked_for(samples: GPTSamples
             return samples[index]
 
     watched = Watched()
-    with Batches(watched, 2, num_workers=1, pin_memory=False) as batches:
+    with GPTBatches(watched, 2, num_workers=1, pin_memory=False) as batches:
         batches.get(0, 4)
         batches.get(4, 4)
     # One thread reads in order, and closing cancels only what has not begun; each sample was read once.
@@ -95,7 +98,7 @@ def test_document_rules_equal_megatron_core(data: str, samples: GPTSamples) -> N
     oracle = megatron_gpt_splits([data], "1", 32, 3, (200, 0, 0), reset=True)[0]
     rules = DocumentRules(eod=0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     causal = torch.tril(torch.ones(32, 32, dtype=torch.bool))
-    with Batches(samples, 4, rules=rules, pin_memory=False) as batches:
+    with GPTBatches(samples, 4, rules=rules, pin_memory=False) as batches:
         (batch,) = batches.get(40, 4)
     assert batch.position_ids is not None
     assert batch.document_ids is not None
@@ -116,13 +119,13 @@ def test_document_rules_need_the_token() -> None:
 
 
 def test_end_of_the_samples_is_explained(samples: GPTSamples) -> None:
-    with Batches(samples, 2, pin_memory=False) as batches, pytest.raises(HoldfastError, match="there are only"):
+    with GPTBatches(samples, 2, pin_memory=False) as batches, pytest.raises(HoldfastError, match="there are only"):
         batches.get(len(samples) - 2, 4)
 
 
 def test_batch_that_ranks_cannot_share_is_refused(samples: GPTSamples) -> None:
     with (
-        Batches(samples, 2, data_parallel_size=3, pin_memory=False) as batches,
+        GPTBatches(samples, 2, data_parallel_size=3, pin_memory=False) as batches,
         pytest.raises(UsageError, match=r"global batch of 8 samples is not a multiple .* 2 × 3"),
     ):
         batches.get(0, 8)
@@ -138,13 +141,13 @@ def test_failure_of_a_reading_thread_reaches_the_caller(samples: GPTSamples, tmp
         def __getitem__(self, index: int) -> np.ndarray:
             raise HoldfastError(f"sample {index} cannot be read")
 
-    with Batches(Broken(), 1, pin_memory=False) as batches, pytest.raises(HoldfastError, match="sample 7 cannot"):
+    with GPTBatches(Broken(), 1, pin_memory=False) as batches, pytest.raises(HoldfastError, match="sample 7 cannot"):
         batches.get(7, 1)
 
 
 @pytest.mark.gpu
 def test_batches_lie_in_page_locked_memory_for_cuda(samples: GPTSamples) -> None:
-    with Batches(samples, 2) as batches:
+    with GPTBatches(samples, 2) as batches:
         (batch,) = batches.get(0, 2)
         assert batch.tokens.is_pinned()
         moved = batch.to("cuda")

@@ -18,8 +18,8 @@ from holdfast.parallel.layout import layout_of
 from holdfast.parallel.mesh import Grid, build_grid
 from holdfast.parallel.tensor import local
 from holdfast.train.checks.preflight import open_run_folder, resolve
-from holdfast.train.families import build_parts
 from holdfast.train.loop import seed_dropout
+from holdfast.train.model_families import build_parts
 from holdfast.train.worker import join_ranks, run_worker
 from tests.corpus import VOCABULARY, write_dataset
 from tests.gloo import spawn_ranks

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.config import OptimizerConfig, ParallelConfig, read_config
 from holdfast.data.preprocess.options import preprocess
-from holdfast.parallel.cut import cut_and_fill
+from holdfast.parallel.cut import parallelize
 from holdfast.parallel.layout import layout_of, padded_vocab_size
 from holdfast.parallel.mesh import build_grid
 from holdfast.system.journal import read_journal
@@ -49,7 +49,7 @@ def hold_345m() -> tuple[int, int, int]:
         model = GPT(config.model, vocab_size=config.model.vocab_size, padded_vocab_size=padded, max_positions=1024)
     whole = sum(p.numel() for p in model.parameters()) * 4
     before = resident()
-    cut_and_fill(
+    parallelize(
         model,
         grid,
         lambda name, shape: torch.zeros(()).expand(shape),

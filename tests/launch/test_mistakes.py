@@ -13,7 +13,7 @@ from holdfast.launch.command import check_counts, launch_kubernetes
 from holdfast.launch.options import KubernetesOptions, SlurmOptions, StopOptions
 from holdfast.launch.plan import plan_training
 from holdfast.launch.sharing import share_preprocessing
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import ParallelLayout
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.journal import Journal
 
@@ -150,7 +150,7 @@ def test_doctor_names_a_folder_that_is_a_file_or_not_there(tmp_path: Path) -> No
 
 def test_one_is_singular() -> None:
     run = Path("/fsx/run")
-    layout = Layout(pipeline=1, replica=1, shard=1, context=1, tensor=1).words()
+    layout = ParallelLayout(pipeline=1, replica=1, shard=1, context=1, tensor=1).words()
     script = train_script(SlurmOptions(), Training(run, run / "config.toml", 10, 1, layout))
     assert "1 node x 1 rank: 1 rank, tensor 1" in script
-    assert "(1 replica × 2 shards)" in Layout(pipeline=1, replica=1, shard=2, context=1, tensor=1).words()
+    assert "(1 replica × 2 shards)" in ParallelLayout(pipeline=1, replica=1, shard=2, context=1, tensor=1).words()

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from holdfast.config import ModelConfig
 from holdfast.models.gpt import GPT
 from holdfast.models.initial import initial_value
-from holdfast.models.loss import Cut, vocabulary_loss
+from holdfast.models.loss import VocabShard, vocabulary_loss
 
 VOCABULARY, PADDED, POSITIONS = 101, 128, 24
 
@@ -210,7 +210,7 @@ def test_the_loss_by_compiled_kernels_equals_the_loss_by_single_operations(monke
         # the same functions, run by torch without compiling them: a compiler is not what is tested here
         with torch.compiler.set_stance("force_eager"):
             total, right = vocabulary_loss(
-                leaves[0], leaves[1], labels, weights, VOCABULARY, leaves[2], Cut(compiled=compiled)
+                leaves[0], leaves[1], labels, weights, VOCABULARY, leaves[2], VocabShard(compiled=compiled)
             )
         (total * 0.5).backward()
         results.append((total.detach(), right, *(leaf.grad for leaf in leaves)))

@@ -272,7 +272,7 @@ class Injector:
         elif what == "usr1":
             os.kill(os.getpid(), signal.SIGUSR1)
         elif what == "kill keeper":
-            kill_keeper(self._snapshots.place)
+            kill_keeper(self._snapshots.run_memory)
         elif what == "break the next copy":
             copier = self._snapshots._holder._copier
             original = copier._copy
@@ -293,15 +293,15 @@ class Injector:
             getattr(sys.modules[__name__], what)(self._snapshots)
 
 
-def keeper_process(place: Any) -> int:
+def keeper_process(run_memory: Any) -> int:
     from holdfast.snapshot.memory.run_memory import keeper_alive, read_json
 
-    wait_for(lambda: keeper_alive(place) and read_json(place.path / "keeper.json"), "a keeper")
-    return int(read_json(place.path / "keeper.json")["process"])
+    wait_for(lambda: keeper_alive(run_memory) and read_json(run_memory.path / "keeper.json"), "a keeper")
+    return int(read_json(run_memory.path / "keeper.json")["process"])
 
 
-def kill_keeper(place: Any) -> None:
-    os.kill(keeper_process(place), signal.SIGKILL)
+def kill_keeper(run_memory: Any) -> None:
+    os.kill(keeper_process(run_memory), signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
@@ -367,10 +367,10 @@ def memory_folder() -> Iterator[Path]:
     try:
         yield path
     finally:
-        for place in path.rglob("run.json"):
+        for run_memory in path.rglob("run.json"):
             from holdfast.snapshot.memory.run_memory import read_json
 
-            keeper = read_json(place.parent / "keeper.json")
+            keeper = read_json(run_memory.parent / "keeper.json")
             if keeper and b"holdfast.snapshot.keeper.service" in _command(keeper["process"]):
                 os.kill(keeper["process"], signal.SIGKILL)
         shutil.rmtree(path, ignore_errors=True)
@@ -391,7 +391,7 @@ def nothing_left(memory: Path) -> bool:
 def abandon(snapshots: Any) -> None:
     """Leaves a run's memory as a kill of the process would, without ending it."""
     snapshots._holder.close()
-    snapshots.desk["status"] = 0
+    snapshots.page["status"] = 0
     if snapshots._run_claim is not None:
         snapshots._run_claim.release()
 
@@ -410,4 +410,4 @@ def shorten_waits(snapshots: Any) -> None:
 
 
 def stop_keeper(snapshots: Any) -> None:
-    os.kill(keeper_process(snapshots.place), signal.SIGSTOP)
+    os.kill(keeper_process(snapshots.run_memory), signal.SIGSTOP)

@@ -36,13 +36,13 @@ def flip(run, rank, where, age=0):
 
 def crash_without_keeper(run, step=6):
     """All ranks die right after `commit`, and nobody is left to write memory to disk; how many snapshots a rank holds."""
-    from holdfast.snapshot.memory.run_memory import Place
+    from holdfast.snapshot.memory.run_memory import RunMemory
 
     run.faults = [Fault("stop", rank=-1, step=step, point="committed")]
     run.pace = 0.02
     launched = launch(run)
     wait_for(lambda: run.trace("restored"), "the ranks to start")
-    process = keeper_process(Place.of(run.name, run.folder, run.memory))
+    process = keeper_process(RunMemory.of(run.name, run.folder, run.memory))
     if run.save_every:
         wait_for(lambda: run.events("persisted"), "a checkpoint")
     os.kill(process, signal.SIGSTOP)

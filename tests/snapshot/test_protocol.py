@@ -36,18 +36,18 @@ def simulate(
     ranks: int, computing: list[float], copying: list[float], pinned_at: int, gate: bool
 ) -> tuple[list[Rank], list[float]]:
     """Trains: compute, meet in the gradient reduction, commit, step, wait for the others' READY, take."""
-    team = [Rank() for _ in range(ranks)]
+    rank_group = [Rank() for _ in range(ranks)]
     draw_compute, draw_copy = iter(computing), iter(copying)
     committed: int | None = None
     finished = []
     for step in range(1, STEPS + 1):
-        met = max(rank.begun + next(draw_compute) for rank in team)
-        stepped = [max(met, rank.done) + 0.01 for rank in team]
+        met = max(rank.begun + next(draw_compute) for rank in rank_group)
+        stepped = [max(met, rank.done) + 0.01 for rank in rank_group]
         finished.append(max(stepped))
-        all_ready = max(rank.done for rank in team)
+        all_ready = max(rank.done for rank in rank_group)
         if gate and step > 1:
             committed = step - 1
-        for rank, time in zip(team, stepped, strict=True):
+        for rank, time in zip(rank_group, stepped, strict=True):
             begin = max(time, all_ready) if gate else time
             pins = [index == 0 and step >= pinned_at for index in range(3)]
             slots = rank.slots(begin)
@@ -57,7 +57,7 @@ def simulate(
                 rank.done = begin + next(draw_copy)
                 rank.history.append((begin, usable[0], header(WRITING, step)))
                 rank.history.append((rank.done, usable[0], header(READY, step)))
-    return team, finished
+    return rank_group, finished
 
 
 worlds = st.integers(1, 6)
@@ -72,12 +72,12 @@ def draws(ranks: int, low: float, high: float) -> st.SearchStrategy[list[float]]
 def test_a_crash_at_any_instant_leaves_a_common_step(data, ranks, pinned):
     computing = data.draw(draws(ranks, 0.5, 1.5))
     copying = data.draw(draws(ranks, 0.01, 2.4))
-    team, finished = simulate(ranks, computing, copying, STEPS // 2 if pinned else STEPS + 1, gate=True)
+    rank_group, finished = simulate(ranks, computing, copying, STEPS // 2 if pinned else STEPS + 1, gate=True)
     first_common = max(
-        time for rank in team for time, _, entry in rank.history if entry.state == READY and entry.step == 1
+        time for rank in rank_group for time, _, entry in rank.history if entry.state == READY and entry.step == 1
     )
-    crash = data.draw(st.floats(first_common, max(rank.done for rank in team)))
-    held = [{entry.step for entry in rank.slots(crash) if entry.state == READY} for rank in team]
+    crash = data.draw(st.floats(first_common, max(rank.done for rank in rank_group)))
+    held = [{entry.step for entry in rank.slots(crash) if entry.state == READY} for rank in rank_group]
     common = set.intersection(*held)
     assert common, f"no common step at {crash}: {held}"
     done = sum(time <= crash for time in finished)
@@ -91,14 +91,14 @@ def test_without_waiting_for_the_others_two_slots_are_not_enough():
     chance = random.Random(3)
     lost = 0
     for _ in range(300):
-        team, _ = simulate(
+        rank_group, _ = simulate(
             4,
             [chance.uniform(0.5, 1.5) for _ in range(4 * STEPS)],
             [chance.uniform(0.03, 2.4) for _ in range(4 * STEPS)],
             99,
             False,
         )
-        crash = chance.uniform(4, max(rank.done for rank in team))
-        held = [{entry.step for entry in rank.slots(crash) if entry.state == READY} for rank in team]
+        crash = chance.uniform(4, max(rank.done for rank in rank_group))
+        held = [{entry.step for entry in rank.slots(crash) if entry.state == READY} for rank in rank_group]
         lost += not set.intersection(*held)
     assert lost > 10

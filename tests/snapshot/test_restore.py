@@ -158,10 +158,10 @@ def test_damaged_memory_without_a_checkpoint_is_named_and_never_means_step_0(tmp
     again = Snapshots("one", torch.nn.Linear(3, 3), folder=tmp_path, memory=memory)
     with pytest.raises(HoldfastError, match="start over at step 0, remove") as refusal:
         again.restore()
-    assert str(again.place.path) in str(refusal.value)
+    assert str(again.run_memory.path) in str(refusal.value)
     assert path.name in capfd.readouterr().err
     abandon(again)
-    shutil.rmtree(again.place.path)
+    shutil.rmtree(again.run_memory.path)
     fresh = Snapshots("one", torch.nn.Linear(3, 3), folder=tmp_path, memory=memory)
     assert fresh.restore() == 0
     fresh.close()

@@ -12,7 +12,7 @@ from holdfast.config import Config, ParallelConfig
 from holdfast.system.journal import read_journal
 from holdfast.train.checks.preflight import open_run_folder, resolve
 from holdfast.train.optim import LossScale
-from holdfast.train.step import Passes
+from holdfast.train.step import ForwardBackward
 from holdfast.train.worker import run_worker
 from tests.corpus import write_sentences
 from tests.distributed.test_bert_layouts import tiny_bert
@@ -33,7 +33,7 @@ EXPECTED = [
 def train_with_overflows(config: Config, first_step: int) -> list[tuple[bool, dict[str, float]]]:
     """One rank. The second one computes the given steps with a scale that fp16 gradients cannot hold."""
     seen: list[tuple[bool, dict[str, float]]] = []
-    update, gradients, steps = LossScale.update, Passes.gradients, itertools.count(first_step)
+    update, gradients, steps = LossScale.update, ForwardBackward.gradients, itertools.count(first_step)
 
     def noted_update(self, overflow):
         update(self, overflow)
@@ -43,7 +43,7 @@ def train_with_overflows(config: Config, first_step: int) -> list[tuple[bool, di
         too_much = 2.0**40 if next(steps) in OVERFLOWS and dist.get_rank() == 1 else 1.0
         return gradients(self, batch, scale * too_much)
 
-    LossScale.update, Passes.gradients = noted_update, overflowing_gradients
+    LossScale.update, ForwardBackward.gradients = noted_update, overflowing_gradients
     run_worker(config)
     return seen
 

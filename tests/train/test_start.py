@@ -170,8 +170,8 @@ def test_a_sign_of_life_comes_before_torch_is_imported(prefix, tmp_path):
     code = (
         "import sys, holdfast.system.progress as progress\n"
         "from holdfast.train.command import parse, train_command\n"
-        "def say(line, **_): print('torch' in sys.modules, line); raise SystemExit\n"
-        "import holdfast.train.command as command; command.say = say\n"
+        "def log(line, **_): print('torch' in sys.modules, line); raise SystemExit\n"
+        "import holdfast.train.command as command; command.log = log\n"
         f"train_command(parse({command(prefix, '--train-iters', '1')[4:]!r}))\n"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

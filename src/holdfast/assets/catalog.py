@@ -15,7 +15,7 @@ _NGC = "https://api.ngc.nvidia.com/v2/models/nvidia"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FileSpec:
     """One file to bring: its first URL is its identity in the cache, mirrors are asked in order when that one fails."""
 
     url: str
@@ -29,25 +29,25 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Known:
+class CatalogEntry:
     """A name in the catalog: what it is, and its files by role (`vocab`, `merges`, ...)."""
 
     summary: str
-    files: dict[str, Wanted] = field(default_factory=dict)
+    files: dict[str, FileSpec] = field(default_factory=dict)
 
 
-CATALOG: dict[str, Known] = {
-    "gpt2": Known(
+CATALOG: dict[str, CatalogEntry] = {
+    "gpt2": CatalogEntry(
         "GPT-2's byte-level BPE: vocabulary and merges",
         {
-            "vocab": Wanted(
+            "vocab": FileSpec(
                 f"{_BUCKET}/gpt2-vocab.json",
                 (f"{_HUB}/openai-community/gpt2/resolve/main/vocab.json",),
                 "gpt2-vocab.json",
                 1_042_301,
                 "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
             ),
-            "merges": Wanted(
+            "merges": FileSpec(
                 f"{_BUCKET}/gpt2-merges.txt",
                 (f"{_HUB}/openai-community/gpt2/resolve/main/merges.txt",),
                 "gpt2-merges.txt",
@@ -56,10 +56,10 @@ CATALOG: dict[str, Known] = {
             ),
         },
     ),
-    "bert-large-cased": Known(
+    "bert-large-cased": CatalogEntry(
         "BERT's WordPiece vocabulary, case kept",
         {
-            "vocab": Wanted(
+            "vocab": FileSpec(
                 f"{_BUCKET}/bert-large-cased-vocab.txt",
                 (f"{_HUB}/google-bert/bert-large-cased/resolve/main/vocab.txt",),
                 "bert-large-cased-vocab.txt",
@@ -68,10 +68,10 @@ CATALOG: dict[str, Known] = {
             )
         },
     ),
-    "bert-large-uncased": Known(
+    "bert-large-uncased": CatalogEntry(
         "BERT's WordPiece vocabulary, lower case",
         {
-            "vocab": Wanted(
+            "vocab": FileSpec(
                 f"{_BUCKET}/bert-large-uncased-vocab.txt",
                 (f"{_HUB}/google-bert/bert-large-uncased/resolve/main/vocab.txt",),
                 "bert-large-uncased-vocab.txt",
@@ -80,38 +80,38 @@ CATALOG: dict[str, Known] = {
             )
         },
     ),
-    "oscar-1gb": Known(
+    "oscar-1gb": CatalogEntry(
         "79 thousand web documents as JSON lines, xz-compressed",
         {
-            "text": Wanted(
+            "text": FileSpec(
                 f"{_HUB}/bigscience/misc-test-data/resolve/main/stas/oscar-1GB.jsonl.xz", name="oscar-1GB.jsonl.xz"
             )
         },
     ),
-    "megatron-gpt2-345m": Known(
+    "megatron-gpt2-345m": CatalogEntry(
         "NVIDIA's Megatron-LM GPT-2 checkpoint, 345M parameters",
-        {"checkpoint": Wanted(f"{_NGC}/megatron_lm_345m/versions/v0.0/zip", name="megatron_lm_345m_v0.0.zip")},
+        {"checkpoint": FileSpec(f"{_NGC}/megatron_lm_345m/versions/v0.0/zip", name="megatron_lm_345m_v0.0.zip")},
     ),
-    "megatron-bert-345m-cased": Known(
+    "megatron-bert-345m-cased": CatalogEntry(
         "NVIDIA's Megatron-LM BERT checkpoint, 345M parameters, case kept",
         {
-            "checkpoint": Wanted(
+            "checkpoint": FileSpec(
                 f"{_NGC}/megatron_bert_345m/versions/v0.1_cased/zip", name="megatron_bert_345m_v0.1_cased.zip"
             )
         },
     ),
-    "megatron-bert-345m-uncased": Known(
+    "megatron-bert-345m-uncased": CatalogEntry(
         "NVIDIA's Megatron-LM BERT checkpoint, 345M parameters, lower case",
         {
-            "checkpoint": Wanted(
+            "checkpoint": FileSpec(
                 f"{_NGC}/megatron_bert_345m/versions/v0.1_uncased/zip", name="megatron_bert_345m_v0.1_uncased.zip"
             )
         },
     ),
-    "enwiki": Known(
+    "enwiki": CatalogEntry(
         "the newest dump of English Wikipedia's articles, in many bz2 streams, so that all workers read it at once",
         {
-            "text": Wanted(
+            "text": FileSpec(
                 "https://dumps.wikimedia.org/enwiki/latest/enwiki-latest-pages-articles-multistream.xml.bz2",
                 name="enwiki-latest-pages-articles-multistream.xml.bz2",
                 changes=True,
@@ -132,7 +132,7 @@ def is_known(text: str) -> bool:
     return text.partition("/")[0] in CATALOG
 
 
-def wanted_files(text: str) -> dict[str, Wanted]:
+def wanted_files(text: str) -> dict[str, FileSpec]:
     """What a URL, a catalog name (`gpt2`) or one file of it (`gpt2/vocab`, `gpt2/gpt2-vocab.json`) asks for, by role."""
     if is_url(text):
         scheme = text.partition("://")[0].lower()
@@ -140,7 +140,7 @@ def wanted_files(text: str) -> dict[str, Wanted]:
             raise UsageError(f"cannot fetch {text}: the scheme '{scheme}' is none of {', '.join(SCHEMES)}")
         # A URL that the catalog knows brings its checksum and mirrors along.
         listed = [wanted for known in CATALOG.values() for wanted in known.files.values() if wanted.url == text]
-        return {"file": listed[0] if listed else Wanted(text)}
+        return {"file": listed[0] if listed else FileSpec(text)}
     name, _, part = text.partition("/")
     if name not in CATALOG:
         if os.path.exists(text):
@@ -157,7 +157,7 @@ def wanted_files(text: str) -> dict[str, Wanted]:
     raise UsageError(f"{name} has no file '{part}'; it has {', '.join(files)}")
 
 
-def wanted_file(text: str, role: str | None = None) -> Wanted:
+def wanted_file(text: str, role: str | None = None) -> FileSpec:
     """The one file that `text` asks for; `role` chooses where a name stands for several."""
     files = wanted_files(text)
     if role in files:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from holdfast.assets import cache
 from holdfast.assets.cache import Entry, Record
-from holdfast.assets.catalog import Wanted, is_known, is_url, wanted_file, wanted_files
+from holdfast.assets.catalog import FileSpec, is_known, is_url, wanted_file, wanted_files
 from holdfast.assets.part import Part
 from holdfast.assets.sources import SourceError
 from holdfast.assets.transfer import Deadline, Transfer
-from holdfast.assets.waiting import Watch
+from holdfast.assets.waiting import DownloadWaiter
 from holdfast.system import atomic_files as publish
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.leases import HeldLease, Lease, LeaseLost, claim, newest_lease, this_machine
@@ -73,7 +73,7 @@ def catalog_files(name: str, cache_dir: Path | str | None = None) -> dict[str, P
     return {role: fetch_wanted(wanted, cache_dir).path for role, wanted in wanted_files(name).items()}
 
 
-def with_checksum(wanted: Wanted, sha256: str | None) -> Wanted:
+def with_checksum(wanted: FileSpec, sha256: str | None) -> FileSpec:
     if sha256 is None:
         return wanted
     checksum = sha256.lower().removeprefix("sha256:")
@@ -83,7 +83,7 @@ def with_checksum(wanted: Wanted, sha256: str | None) -> Wanted:
 
 
 def fetch_wanted(
-    wanted: Wanted,
+    wanted: FileSpec,
     cache_dir: Path | str | None = None,
     timeout: float | None = None,
     offline: bool | None = None,
@@ -108,7 +108,7 @@ def _is_offline() -> bool:
     return os.environ.get("HOLDFAST_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
-def _find(entry: Entry, wanted: Wanted) -> Fetched | None:
+def _find(entry: Entry, wanted: FileSpec) -> Fetched | None:
     found = entry.find()
     if found is None:
         return None
@@ -121,8 +121,8 @@ def _find(entry: Entry, wanted: Wanted) -> Fetched | None:
     return Fetched(record.url, path, record.size, record.sha256, downloaded=False)
 
 
-def _bring_or_wait(entry: Entry, wanted: Wanted, deadline: Deadline, announce: Callable[[str], None]) -> Fetched:
-    watch = Watch(entry.folder, wanted, deadline)
+def _bring_or_wait(entry: Entry, wanted: FileSpec, deadline: Deadline, announce: Callable[[str], None]) -> Fetched:
+    watch = DownloadWaiter(entry.folder, wanted, deadline)
     while True:
         found = _find(entry, wanted)
         if found:
@@ -139,7 +139,7 @@ def _bring_or_wait(entry: Entry, wanted: Wanted, deadline: Deadline, announce: C
 
 
 def _try_to_bring(
-    entry: Entry, wanted: Wanted, last: Lease | None, deadline: Deadline, announce: Callable[[str], None]
+    entry: Entry, wanted: FileSpec, last: Lease | None, deadline: Deadline, announce: Callable[[str], None]
 ) -> Fetched | None:
     """Claims the lease after `last` and downloads; None if it became somebody else's turn."""
     entry.folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def _try_to_bring(
 
 def _download(
     entry: Entry,
-    wanted: Wanted,
+    wanted: FileSpec,
     held: HeldLease,
     predecessor: Lease | None,
     deadline: Deadline,
@@ -213,7 +213,7 @@ def _give_up(part: Part, held: HeldLease, error: str | None) -> None:
         held.release(error)
 
 
-def _expected(entry: Entry, wanted: Wanted) -> tuple[Wanted, str]:
+def _expected(entry: Entry, wanted: FileSpec) -> tuple[FileSpec, str]:
     """Where nobody published a checksum, the first download recorded one. Also says where the checksum is from."""
     record = entry.record()
     if wanted.sha256 or wanted.changes or record is None:
@@ -222,7 +222,7 @@ def _expected(entry: Entry, wanted: Wanted) -> tuple[Wanted, str]:
     return replace(wanted, sha256=record.sha256), origin
 
 
-def _explained(error: OSError, entry: Entry, wanted: Wanted) -> Exception:
+def _explained(error: OSError, entry: Entry, wanted: FileSpec) -> Exception:
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return HoldfastError(f"the cache {entry.folder.parent} is not a folder: choose another with --cache-dir")
     if error.errno == errno.ENOENT:

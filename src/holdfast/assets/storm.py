@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.assets.catalog import Wanted
+from holdfast.assets.catalog import FileSpec
 from holdfast.assets.fetching import fetch_wanted
 
 FILES = {"gpt2-vocab.json": 1_042_301, "gpt2-merges.txt": 456_318}
@@ -35,7 +35,7 @@ Strategy = Callable[[str, Path, Announce], Path]
 
 
 def holdfast(url: str, folder: Path, announce: Announce) -> Path:
-    return fetch_wanted(Wanted(url), folder, timeout=RANK_TIMEOUT, announce=announce).path
+    return fetch_wanted(FileSpec(url), folder, timeout=RANK_TIMEOUT, announce=announce).path
 
 
 def naive(url: str, folder: Path, announce: Announce) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.assets.cache import name_in_url, without_credentials
-from holdfast.assets.catalog import Wanted
+from holdfast.assets.catalog import FileSpec
 from holdfast.assets.part import Description, Part
 from holdfast.assets.sources import NotResumable, Resume, SourceError, Stream, TryAgain, open_source
 from holdfast.system.errors import HoldfastError
@@ -25,7 +25,7 @@ LONGEST_RETRY_AFTER = 900.0
 PAUSE_SLICE = 0.2
 
 
-class TimeIsUp(HoldfastError):
+class FetchTimeout(HoldfastError):
     """The caller's time limit passed."""
 
 
@@ -45,7 +45,7 @@ class Deadline:
 class Transfer:
     """One download by the holder of the lease."""
 
-    wanted: Wanted
+    wanted: FileSpec
     part: Part
     deadline: Deadline
     bar: Bar
@@ -166,12 +166,12 @@ class Transfer:
             self.beat()
         self.bar.note("")
 
-    def _time_is_up(self, why: str = "") -> TimeIsUp:
+    def _time_is_up(self, why: str = "") -> FetchTimeout:
         url = without_credentials(self.wanted.url)
         if not self.part.size:
-            return TimeIsUp(f"{url}: no byte received within {self.deadline.seconds:g} s{why}")
+            return FetchTimeout(f"{url}: no byte received within {self.deadline.seconds:g} s{why}")
         of = f" of {self.part.about.length:,}" if self.part.about.length else ""
-        return TimeIsUp(
+        return FetchTimeout(
             f"{url}: {self.part.size:,}{of} bytes received within {self.deadline.seconds:g} s{why}; "
             "the next fetch continues from there"
         )

@@ -8,21 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.assets.cache import name_in_url, without_credentials
-from holdfast.assets.catalog import Wanted
-from holdfast.assets.transfer import Deadline, TimeIsUp
+from holdfast.assets.catalog import FileSpec
+from holdfast.assets.transfer import Deadline, FetchTimeout
 from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import Lease, lease_seconds
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 # A look costs a few system calls on a folder that thousands may share, so the pause grows with the wait.
 SHORTEST_PAUSE, LONGEST_PAUSE, SHARE_OF_WAIT = 0.04, 1.0, 0.15
 SAY_EVERY = 5.0
 
 
-class Watch:
+class DownloadWaiter:
     """One process's view of the others that bring its file, on its own clock."""
 
-    def __init__(self, folder: Path, wanted: Wanted, deadline: Deadline) -> None:
+    def __init__(self, folder: Path, wanted: FileSpec, deadline: Deadline) -> None:
         self._folder, self._wanted, self._deadline = folder, wanted, deadline
         self._started = self._last_change = self._last_said = time.monotonic()
         self._last_sign: tuple[object, ...] = ()
@@ -60,14 +60,14 @@ class Watch:
         self._waited_for[lease.token] = lease
         if self._deadline.passed():
             url = without_credentials(self._wanted.url)
-            raise TimeIsUp(
+            raise FetchTimeout(
                 f"{url} is not here after {self._deadline.seconds:g} s: {lease.describe()} is downloading it "
                 f"({self._how_far(lease)}, {lease.file_in(self._folder)}); give it more time with --timeout"
             )
         if now - self._last_said >= SAY_EVERY:
             self._last_said = now
             name = self._wanted.name or name_in_url(self._wanted.url)
-            say(f"waiting for {name}: {lease.describe()} is downloading it, {self._how_far(lease)}")
+            log(f"waiting for {name}: {lease.describe()} is downloading it, {self._how_far(lease)}")
         pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, SHARE_OF_WAIT * (now - self._started)))
         time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), self._deadline.remaining())))
 

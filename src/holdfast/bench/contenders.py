@@ -20,9 +20,16 @@ from holdfast.parallel.layout import padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.system.errors import UsageError
-from holdfast.train.families import bert_inputs, build_parts, compute_dtype, family_of, gpt_inputs, max_predictions
-from holdfast.train.optim import Arriving, GradientNorm, build_optimizer, clip_and_step
-from holdfast.train.step import Passes, PassInputs
+from holdfast.train.model_families import (
+    bert_inputs,
+    build_parts,
+    compute_dtype,
+    family_of,
+    gpt_inputs,
+    max_predictions,
+)
+from holdfast.train.optim import GradientNorm, HostCopy, build_optimizer, clip_and_step
+from holdfast.train.step import ForwardBackward, PassInputs
 
 Begin = Callable[[str], None]
 """Told the name of a phase when it begins."""
@@ -85,7 +92,7 @@ class Holdfast:
             "sequence_cut": grid.layout.tensor if config.parallel.sequence_parallel else 1,
             "dtype": compute_dtype(config),
         }
-        self._passes = Passes(parts, grid, tied, terms, shapes)
+        self._passes = ForwardBackward(parts, grid, tied, terms, shapes)
         self._norm = GradientNorm(parts, grid, tied.copy)
         self._optimizer = build_optimizer(parts, config.optimizer)
 
@@ -97,7 +104,7 @@ class Holdfast:
         means = self._passes.gradients([inputs], 1.0)
         begin("communication")
         sums = self._norm.reduce(*means)
-        arriving = Arriving(sums)
+        arriving = HostCopy(sums)
         begin("optimizer")
         clip_and_step(self._optimizer, sums[0], self._clip, 1.0)
         begin("end")

@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.config import Config, DataConfig, ModelConfig, read_config
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 PEERS = ("hf", "hf-static")
 Write = Callable[[], Any]
@@ -62,7 +62,7 @@ def run(options: GenerateBench) -> Tables:
     chosen = _prepare(options.config, device.type == "cuda", options.prompt_tokens + options.new_tokens)
     against = options.against
     if against and importlib.util.find_spec("transformers") is None:
-        say("hf is left out: transformers is not installed")
+        log("hf is left out: transformers is not installed")
         against = ()
     rows = []
     for batch in options.batch_sizes:
@@ -179,7 +179,7 @@ def _rounds(writers: dict[str, Write], batch: int, tokens: int, rounds: int, dev
     first: dict[str, float] = {}
     times: dict[str, list[float]] = {name: [] for name in writers}
     for name, write in writers.items():
-        say(f"batch {batch}: {name}, first call")
+        log(f"batch {batch}: {name}, first call")
         first[name] = _timed(write)
     for _ in range(rounds):
         for name, write in writers.items():

@@ -149,9 +149,9 @@ def _clean(work: Path, memory: str) -> None:
     """Ends the keeper of the crashed run and frees its memory."""
     import signal
 
-    from holdfast.snapshot.memory.run_memory import Place, read_json
+    from holdfast.snapshot.memory.run_memory import RunMemory, read_json
 
-    place = Place.of("bench", work, memory)
+    place = RunMemory.of("bench", work, memory)
     keeper = read_json(place.path / "keeper.json")
     if keeper is not None:
         with contextlib.suppress(ProcessLookupError):

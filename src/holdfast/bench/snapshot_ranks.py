@@ -149,7 +149,7 @@ def _held_block(
 
 def _memory_copy(snapshots: Snapshots) -> float:
     """Milliseconds of the plain copy of this rank's own share, between warm memory."""
-    share = sum(item.box.nbytes for item in snapshots.state.items()) // snapshots.team.world
+    share = sum(item.box.nbytes for item in snapshots.state.items()) // snapshots.rank_group.world
     source, target = np.ones(share, dtype=np.uint8), np.ones(share, dtype=np.uint8)
     times = []
     for _ in range(15):

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.bench.command import Tables, refuse_unknown, show
 from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 GIB = 1 << 30
 
@@ -68,7 +68,7 @@ def run(options: TrainBench) -> Tables:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     against = options.against
     if world > 1 and against:
-        say("several ranks: only holdfast is measured")
+        log("several ranks: only holdfast is measured")
         against = ()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world > 1:
@@ -143,17 +143,17 @@ def _measure(config: Config, device: Any, against: tuple[str, ...], rounds: int,
         if name == "nanogpt" and config.model.model_type != "gpt":
             continue
         if name == "hf" and importlib.util.find_spec("transformers") is None:
-            say("hf is left out: transformers is not installed")
+            log("hf is left out: transformers is not installed")
             continue
         makers.append((name, lambda name=name: PEERS[name](config, device)))
     courses = []
     for name, make in makers:
-        say(f"{name}: building, first steps")
+        log(f"{name}: building, first steps")
         courses.append(_start(make, batches, device))
     for number in range(rounds):
         for course in courses:
             _turn(course, batches, device, steps)
-        say(f"round {number + 1} of {rounds} done")
+        log(f"round {number + 1} of {rounds} done")
     return courses
 
 
@@ -212,7 +212,7 @@ def _tables(config: Config, device: Any, courses: list[_Course], world: int) -> 
     from holdfast.bench.phases import median_phases
     from holdfast.models.flops import flops_per_token, peak_flops
     from holdfast.parallel.layout import padded_vocab_size
-    from holdfast.train.families import family_of
+    from holdfast.train.model_families import family_of
 
     assert config.model.vocab_size is not None
     padded = padded_vocab_size(config.model.vocab_size, config.model, config.parallel.tensor_model_parallel_size)

@@ -38,7 +38,7 @@ ITEM_SIZES = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """A box of a tensor: `shape` elements from `offset` on, in the tensor of `global_shape`."""
 
     name: str
@@ -53,16 +53,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Where the pieces of one shard lie: absolute byte positions in the file that begins with `header`."""
 
     header: bytes
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
     starts: tuple[int, ...]
     size: int
 
 
-def lay_out(pieces: Iterable[Piece]) -> Layout:
+def lay_out(pieces: Iterable[TensorSlice]) -> ShardLayout:
     ordered = tuple(sorted(pieces, key=lambda piece: (-ITEM_SIZES[piece.dtype], piece.name)))
     entries: dict[str, object] = {}
     position = 0
@@ -81,10 +81,10 @@ def lay_out(pieces: Iterable[Piece]) -> Layout:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
     header = struct.pack("<Q", len(text)) + text
-    return Layout(header, ordered, tuple(len(header) + begin for begin in begins), len(header) + position)
+    return ShardLayout(header, ordered, tuple(len(header) + begin for begin in begins), len(header) + position)
 
 
-def read_layout(content: memoryview, origin: str) -> Layout:
+def read_layout(content: memoryview, origin: str) -> ShardLayout:
     """The layout that a shard's own header describes; `origin` names it in errors."""
     try:
         (length,) = struct.unpack_from("<Q", content)
@@ -97,9 +97,9 @@ def read_layout(content: memoryview, origin: str) -> Layout:
         for name, entry in entries.items():
             where = sharding[name]
             box = (tuple(where["global_shape"]), tuple(where["saved_offsets"]), tuple(entry["shape"]))
-            pieces.append(Piece(name, entry["dtype"], *box))
+            pieces.append(TensorSlice(name, entry["dtype"], *box))
             starts.append(len(header) + entry["data_offsets"][0])
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise HoldfastError(f"{origin} is not a shard of a checkpoint: its header cannot be read ({error})") from error
     size = len(header) + sum(piece.nbytes for piece in pieces)
-    return Layout(header, tuple(pieces), tuple(starts), size)
+    return ShardLayout(header, tuple(pieces), tuple(starts), size)

@@ -19,7 +19,7 @@ from holdfast.checkpoint.json_state import DTYPES
 from holdfast.checkpoint.reader import Tensors, open_checkpoint
 from holdfast.checkpoint.state import Item, State
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 
 def load(path: Path | str, state: State, optimizer: bool = True, weights_only: bool = False) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _load(path: Path | str, state: State, optimizer: bool, weights_only: bool) -
     trouble, checkpoint = None, None
     try:
         checkpoint = open_checkpoint(path)
-        fill(checkpoint, state, checkpoint.manifest.padded_rows, optimizer, any_dtype=weights_only)
+        load_into(checkpoint, state, checkpoint.manifest.padded_rows, optimizer, any_dtype=weights_only)
         if not weights_only:
             checkpoint.verify(*rank_and_world())
     except Exception as error:
@@ -72,7 +72,7 @@ def load_newest(
             shared = load(candidate, state, optimizer, weights_only)
         except HoldfastError as error:
             troubles.append(str(error))
-            say(f"checkpoint {candidate} cannot be used, trying the one before: {error}")
+            log(f"checkpoint {candidate} cannot be used, trying the one before: {error}")
             continue
         return Path(candidate), shared
     if troubles:
@@ -80,7 +80,7 @@ def load_newest(
     return None
 
 
-def fill(
+def load_into(
     source: Tensors, state: State, padded_rows: Mapping[str, int], optimizer: bool = True, any_dtype: bool = False
 ) -> None:
     """Puts this rank's boxes of the source's tensors into the state; checks names, shapes and dtypes first. Not collective."""

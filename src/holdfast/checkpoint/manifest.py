@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from holdfast.checkpoint.layout import ITEM_SIZES, Layout, Piece
+from holdfast.checkpoint.layout import ITEM_SIZES, ShardLayout, TensorSlice
 from holdfast.system.bounded_files import count_json_values, read_bounded
 from holdfast.system.errors import HoldfastError
 
@@ -62,7 +62,7 @@ def shard_name(rank: int, world: int) -> str:
     return f"shard-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def describe_shard(layout: Layout, rank: int, world: int, chunks: list[str]) -> ShardFile:
+def describe_shard(layout: ShardLayout, rank: int, world: int, chunks: list[str]) -> ShardFile:
     pieces = [
         (piece.name, start, list(piece.offset), list(piece.shape))
         for piece, start in zip(layout.pieces, layout.starts, strict=True)
@@ -176,10 +176,10 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 16 and all(_is_size(size) for size in value)
 
 
-def pieces_of(manifest: Manifest, file: ShardFile) -> Iterator[tuple[Piece, int]]:
+def pieces_of(manifest: Manifest, file: ShardFile) -> Iterator[tuple[TensorSlice, int]]:
     for name, start, offset, shape in file.pieces:
         dtype, global_shape = manifest.tensors[name]
-        yield Piece(name, dtype, tuple(global_shape), tuple(offset), tuple(shape)), start
+        yield TensorSlice(name, dtype, tuple(global_shape), tuple(offset), tuple(shape)), start
 
 
 def _checksum(record: Mapping[str, Any]) -> str:

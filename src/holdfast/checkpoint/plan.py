@@ -3,10 +3,10 @@
 Ranks that hold the same box of a tensor are its copies. All boxes with the same copies are strung together in the order of their
 names, and the i-th of n copies keeps the i-th n-th of that string, cut on rows. So balance is within one row for any n,
 one copy keeps one contiguous row range of a tensor, and what only one rank holds stays with it. The invariant: the
-pieces of one cohort cover every element of every tensor of that cohort exactly once.
+pieces of one replica set cover every element of every tensor of that replica set exactly once.
 
-A cohort is a set of ranks that divide the work among themselves: all of them by default; the ranks of one node where
-every node is to be complete. Elements that several cohorts keep are persisted from the first.
+A replica set is a set of ranks that divide the work among themselves: all of them by default; the ranks of one node where
+every node is to be complete. Elements that several replica_sets keep are persisted from the first.
 """
 
 import bisect
@@ -18,35 +18,37 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from holdfast.checkpoint.layout import ITEM_SIZES, Piece
+from holdfast.checkpoint.layout import ITEM_SIZES, TensorSlice
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A box that a rank holds. What is not `divisible` stays whole, with the first of its copies."""
 
-    box: Piece
+    box: TensorSlice
     divisible: bool = True
 
 
-def divide(held: Sequence[Sequence[Held]], cohorts: Sequence[Hashable] | None = None) -> list[list[Piece]]:
-    """For each rank the pieces it keeps. `held[r]` is what rank r holds, `cohorts[r]` the cohort it belongs to."""
-    copies: dict[tuple[Hashable, Held], list[int]] = defaultdict(list)
+def divide(
+    held: Sequence[Sequence[LocalTensor]], replica_sets: Sequence[Hashable] | None = None
+) -> list[list[TensorSlice]]:
+    """For each rank the pieces it keeps. `held[r]` is what rank r holds, `replica_sets[r]` the replica set it belongs to."""
+    copies: dict[tuple[Hashable, LocalTensor], list[int]] = defaultdict(list)
     for rank, items in enumerate(held):
-        cohort = cohorts[rank] if cohorts is not None else None
+        replica_set = replica_sets[rank] if replica_sets is not None else None
         for item in items:
             if math.prod(item.box.shape):
-                copies[cohort, item].append(rank)
-    groups: dict[tuple[int, ...], list[Held]] = defaultdict(list)
+                copies[replica_set, item].append(rank)
+    groups: dict[tuple[int, ...], list[LocalTensor]] = defaultdict(list)
     for (_, item), ranks in copies.items():
         groups[tuple(ranks)].append(item)
-    kept: list[list[Piece]] = [[] for _ in held]
+    kept: list[list[TensorSlice]] = [[] for _ in held]
     for holders, items_of_them in sorted(groups.items()):
         _divide_among(holders, items_of_them, kept)
     return kept
 
 
-def _divide_among(ranks: tuple[int, ...], items: list[Held], kept: list[list[Piece]]) -> None:
+def _divide_among(ranks: tuple[int, ...], items: list[LocalTensor], kept: list[list[TensorSlice]]) -> None:
     kept[ranks[0]] += [item.box for item in items if not item.divisible]
     boxes = sorted((item.box for item in items if item.divisible), key=lambda box: (box.name, box.offset))
     ends = list(itertools.accumulate(box.nbytes for box in boxes))
@@ -62,7 +64,7 @@ def _divide_among(ranks: tuple[int, ...], items: list[Held], kept: list[list[Pie
                 kept[rank].append(_row_range(box, first, last))
 
 
-def _cut(boxes: list[Piece], ends: list[int], position: int) -> tuple[int, int]:
+def _cut(boxes: list[TensorSlice], ends: list[int], position: int) -> tuple[int, int]:
     """The box in which byte `position` of the string lies, and the row nearest to it."""
     index = min(bisect.bisect_right(ends, position), len(boxes) - 1)
     box = boxes[index]
@@ -70,18 +72,18 @@ def _cut(boxes: list[Piece], ends: list[int], position: int) -> tuple[int, int]:
     return index, (position - (ends[index] - box.nbytes) + row_bytes // 2) // row_bytes
 
 
-def _rows(box: Piece) -> int:
+def _rows(box: TensorSlice) -> int:
     return box.shape[0] if box.shape else 1
 
 
-def _row_range(box: Piece, first: int, last: int) -> Piece:
+def _row_range(box: TensorSlice, first: int, last: int) -> TensorSlice:
     if not box.shape:
         return box
     offset = (box.offset[0] + first, *box.offset[1:])
-    return Piece(box.name, box.dtype, box.global_shape, offset, (last - first, *box.shape[1:]))
+    return TensorSlice(box.name, box.dtype, box.global_shape, offset, (last - first, *box.shape[1:]))
 
 
-def ranks_to_persist(kept: Sequence[Sequence[Piece]]) -> list[int]:
+def ranks_to_persist(kept: Sequence[Sequence[TensorSlice]]) -> list[int]:
     """The ranks whose pieces make up the state once: a rank that only repeats what earlier ones have is left out."""
     seen: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     chosen = []
@@ -97,12 +99,12 @@ def ranks_to_persist(kept: Sequence[Sequence[Piece]]) -> list[int]:
     return chosen
 
 
-def complete_sets(kept: Sequence[Sequence[Piece]], cohorts: Sequence[Hashable]) -> list[list[int]]:
-    """Sets of ranks of which each holds the whole state: those to persist, and every cohort that needs no other."""
+def complete_sets(kept: Sequence[Sequence[TensorSlice]], replica_sets: Sequence[Hashable]) -> list[list[int]]:
+    """Sets of ranks of which each holds the whole state: those to persist, and every replica set that needs no other."""
     found = [ranks_to_persist(kept)]
     elements = {piece.name: math.prod(piece.global_shape) for pieces in kept for piece in pieces}
-    for cohort in dict.fromkeys(cohorts):
-        ranks = [rank for rank, its in enumerate(cohorts) if its == cohort]
+    for replica_set in dict.fromkeys(replica_sets):
+        ranks = [rank for rank, its in enumerate(replica_sets) if its == replica_set]
         held: dict[str, int] = defaultdict(int)
         for rank in ranks:
             for piece in kept[rank]:
@@ -121,7 +123,7 @@ def overlap(
     return begins, tuple(max(0, end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
-def plan_hash(kept: Sequence[Sequence[Piece]]) -> str:
+def plan_hash(kept: Sequence[Sequence[TensorSlice]]) -> str:
     """Names what is kept by whom: equal for equal tensors, layouts and ranks."""
     digest = hashlib.sha256()
     for pieces in kept:
@@ -130,10 +132,10 @@ def plan_hash(kept: Sequence[Sequence[Piece]]) -> str:
     return digest.hexdigest()[:32]
 
 
-def tensors_of(kept: Sequence[Sequence[Piece]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def tensors_of(kept: Sequence[Sequence[TensorSlice]]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every tensor's dtype and global shape."""
     return {piece.name: (piece.dtype, piece.global_shape) for pieces in kept for piece in pieces}
 
 
-def bytes_of(pieces: Sequence[Piece]) -> int:
+def bytes_of(pieces: Sequence[TensorSlice]) -> int:
     return sum(math.prod(piece.shape) * ITEM_SIZES[piece.dtype] for piece in pieces)

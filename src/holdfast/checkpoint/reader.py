@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.folder import STEP_FOLDER, newest
-from holdfast.checkpoint.layout import ITEM_SIZES, Piece
+from holdfast.checkpoint.layout import ITEM_SIZES, TensorSlice
 from holdfast.checkpoint.manifest import (
     CHUNK,
     FILE_NAME,
@@ -84,7 +84,7 @@ class VerifiedFile:
                 )
             self._verified[index] = 1
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Gives the pages back that were read; they come again from the file when somebody looks."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -117,9 +117,9 @@ class Tensors:
         self.origin = origin
         self.tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
         """name → dtype (as safetensors calls it) and global shape"""
-        self._pieces: dict[str, list[tuple[Piece, int, Content]]] = defaultdict(list)
+        self._pieces: dict[str, list[tuple[TensorSlice, int, Content]]] = defaultdict(list)
 
-    def add(self, piece: Piece, start: int, content: Content) -> None:
+    def add(self, piece: TensorSlice, start: int, content: Content) -> None:
         self._pieces[piece.name].append((piece, start, content))
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[Any]:
@@ -188,10 +188,10 @@ class Checkpoint(Tensors):
         self._files.clear()
         self._pieces.clear()
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Keeps this process small while it walks through a checkpoint that is not."""
         for file in self._files.values():
-            file.forget()
+            file.drop_pages()
 
     @property
     def step(self) -> int:

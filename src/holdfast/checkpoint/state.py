@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from holdfast.checkpoint.json_state import DTYPE_NAMES, DTYPES, decode, encode
-from holdfast.checkpoint.layout import Piece
-from holdfast.checkpoint.plan import Held
+from holdfast.checkpoint.layout import TensorSlice
+from holdfast.checkpoint.plan import LocalTensor
 from holdfast.system.errors import HoldfastError
 
 NUMBER = (int, float)  # as a tuple: a union is made anew, and asked slowly, for every tensor of every snapshot
@@ -30,12 +30,12 @@ class Item:
 
     name: str
     local: torch.Tensor
-    box: Piece
+    box: TensorSlice
     divisible: bool = True
 
     @property
-    def held(self) -> Held:
-        return Held(self.box, self.divisible)
+    def held(self) -> LocalTensor:
+        return LocalTensor(self.box, self.divisible)
 
 
 class State:
@@ -60,7 +60,7 @@ class State:
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
 
     @property
-    def cohort(self) -> str | None:
+    def replica_set(self) -> str | None:
         """Names the ranks that divide replicated tensors among themselves; None is all of them."""
         if self.replica_group is None:
             return None
@@ -183,7 +183,7 @@ def describe(name: str, tensor: torch.Tensor, divisible: bool = True) -> Item:
         raise HoldfastError(f"{name} has dtype {local.dtype}, which safetensors files cannot hold")
     if math.prod(local.shape) == 0 or not offset:
         offset = (0,) * len(shape)
-    box = Piece(name, DTYPE_NAMES[local.dtype], shape, tuple(offset), tuple(local.shape))
+    box = TensorSlice(name, DTYPE_NAMES[local.dtype], shape, tuple(offset), tuple(local.shape))
     return Item(name, local, box, divisible)
 
 

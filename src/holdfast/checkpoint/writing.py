@@ -18,7 +18,7 @@ from holdfast.checkpoint.folder import (
     remove_dead_temporaries,
     step_folder_name,
 )
-from holdfast.checkpoint.layout import Layout, Piece, lay_out
+from holdfast.checkpoint.layout import ShardLayout, TensorSlice, lay_out
 from holdfast.checkpoint.manifest import (
     CHUNK,
     Manifest,
@@ -29,7 +29,7 @@ from holdfast.checkpoint.manifest import (
     shard_name,
     write_manifest,
 )
-from holdfast.checkpoint.plan import Held, divide, plan_hash, ranks_to_persist, tensors_of
+from holdfast.checkpoint.plan import LocalTensor, divide, plan_hash, ranks_to_persist, tensors_of
 from holdfast.checkpoint.retention import retain
 from holdfast.checkpoint.state import Item, State
 from holdfast.system.atomic_files import explain_os_error, fsync
@@ -60,8 +60,8 @@ def save(
     except Exception as error:
         trouble = error
     agree(trouble)
-    told = gather({"held": encode_held(items), "cohort": state.cohort, "token": token})
-    kept = divide([decode_held(entry["held"]) for entry in told], [entry["cohort"] for entry in told])
+    told = gather({"held": encode_held(items), "replica_set": state.replica_set, "token": token})
+    kept = divide([decode_held(entry["held"]) for entry in told], [entry["replica_set"] for entry in told])
     writers = ranks_to_persist(kept)
     temporary = folder / told[0]["token"]
     final = folder / step_folder_name(step)
@@ -94,7 +94,7 @@ def _finish(
     final: Path,
     step: int,
     state: State,
-    kept: Sequence[Sequence[Piece]],
+    kept: Sequence[Sequence[TensorSlice]],
     everyone: Sequence[Mapping[str, Any]],
     layout: Mapping[str, Any],
     retention: tuple[int | None, int | None],
@@ -125,7 +125,7 @@ def _finish(
     agree(trouble)
 
 
-def _write_shard(folder: Path, rank: int, world: int, layout: Layout, items: Sequence[Item]) -> ShardFile:
+def _write_shard(folder: Path, rank: int, world: int, layout: ShardLayout, items: Sequence[Item]) -> ShardFile:
     folder.mkdir(exist_ok=True)
     path = folder / shard_name(rank, world)
     locals_ = {item.name: item for item in items}
@@ -141,7 +141,7 @@ def _write_shard(folder: Path, rank: int, world: int, layout: Layout, items: Seq
     return describe_shard(layout, rank, world, chunks)
 
 
-def rows_of(item: Item, piece: Piece) -> torch.Tensor:
+def rows_of(item: Item, piece: TensorSlice) -> torch.Tensor:
     """The rows of this rank's tensor that a piece of it is made of."""
     if not piece.shape:
         return item.local
@@ -179,8 +179,8 @@ def encode_held(items: Sequence[Item]) -> list[Any]:
     ]
 
 
-def decode_held(told: Sequence[Sequence[Any]]) -> list[Held]:
+def decode_held(told: Sequence[Sequence[Any]]) -> list[LocalTensor]:
     return [
-        Held(Piece(name, dtype, tuple(whole), tuple(offset), tuple(shape)), divisible)
+        LocalTensor(TensorSlice(name, dtype, tuple(whole), tuple(offset), tuple(shape)), divisible)
         for name, dtype, whole, offset, shape, divisible in told
     ]

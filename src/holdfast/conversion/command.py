@@ -5,14 +5,14 @@ from holdfast.conversion.options import ConvertOptions
 
 def convert(options: ConvertOptions) -> None:
     from holdfast.conversion.converting import run_conversion
-    from holdfast.system.progress import say
+    from holdfast.system.progress import log
 
     report = run_conversion(options.source, options.destination, options.to, options)
-    say(f"{options.source}: {report.source}")
+    log(f"{options.source}: {report.source}")
     for note in report.notes:
-        say(f"note: {note}")
+        log(f"note: {note}")
     if report.verification is not None:
-        say(f"verified: {report.verification['summary']}")
+        log(f"verified: {report.verification['summary']}")
     if options.json:
         import orjson
 

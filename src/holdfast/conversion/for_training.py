@@ -13,7 +13,7 @@ from holdfast.conversion.converting import convert
 from holdfast.conversion.holdfast_checkpoint import config_for
 from holdfast.conversion.sources import kind_of, read_model
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 # Keys of the model that do not decide what the weights compute.
 FREE = ("hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by")
@@ -53,7 +53,7 @@ def with_converted_load(config: Config) -> Config:
     digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
     target = Path(config.train.save, "loaded", f"{source.resolve().stem}-{digest}")
     if not target.exists():
-        say(f"converting {source} into {target}")
+        log(f"converting {source} into {target}")
         convert(source, target, "holdfast", true_vocab_size=config.model.vocab_size)
     return replace(config, train=replace(config.train, load=str(target), finetune=True))
 

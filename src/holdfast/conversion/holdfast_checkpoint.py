@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.layout import Piece as ShardPiece
-from holdfast.checkpoint.layout import lay_out
+from holdfast.checkpoint.layout import TensorSlice, lay_out
 from holdfast.checkpoint.manifest import (
     FILE_NAME,
     Manifest,
@@ -34,7 +33,7 @@ from holdfast.conversion.model import (
     padded_size,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
-from holdfast.conversion.tensors import WIDTHS, Piece, Tensor, bits_type
+from holdfast.conversion.tensors import WIDTHS, MatrixPiece, Tensor, bits_type
 from holdfast.system.bounded_files import read_bounded
 from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers.folder import KEYS, folder_contents, folder_names, read_folder
@@ -60,7 +59,7 @@ def read_holdfast(path: Path) -> Model:
     for name in checkpoint.tensors:
         if name.startswith("model."):
             tensors[name.removeprefix("model.")] = _tensor(checkpoint, name)
-            checkpoint.forget()
+            checkpoint.drop_pages()
     if WORD_EMBEDDINGS not in tensors:
         raise HoldfastError(f"{checkpoint.path} has no model.{WORD_EMBEDDINGS}: not a checkpoint of a language model")
     true_size = checkpoint.shared.get("true_vocab_size") or checkpoint.manifest.padded_rows.get(WORD_EMBEDDINGS)
@@ -132,7 +131,7 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
         row = slices[0].start if slices else 0
         column = slices[1].start if len(slices) == 2 else 0
         bits = part.view(bits_type(dtype))
-        pieces.append(Piece(row, column, bits if bits.ndim == 2 else bits.reshape(-1, 1)))
+        pieces.append(MatrixPiece(row, column, bits if bits.ndim == 2 else bits.reshape(-1, 1)))
     tensor = Tensor(tuple(shape), dtype, tuple(pieces), dtype)
     if not tensor.is_tiled():
         raise HoldfastError(f"{checkpoint.path}: the pieces of {name} overlap")
@@ -192,7 +191,7 @@ def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str],
         tensors[f"model.{name}"] = tensor.cast(dtype or "F32")
     step = model.iteration or 0
     folder = f"checkpoints/step-{step:08d}"
-    pieces = [ShardPiece(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for name, t in tensors.items()]
+    pieces = [TensorSlice(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for name, t in tensors.items()]
     layout = lay_out(pieces)
     places = {piece.name: start for piece, start in zip(layout.pieces, layout.starts, strict=True)}
     shard = shard_name(0, 1)

@@ -86,7 +86,7 @@ class Architecture:
 
 
 class Mapped(Protocol):
-    def forget(self) -> None: ...
+    def drop_pages(self) -> None: ...
 
 
 @dataclass

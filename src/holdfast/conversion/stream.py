@@ -171,13 +171,13 @@ def _write_tensor(
         at += len(data)
         since += len(data)
         if since >= FORGET_EVERY:
-            forget(regions)
+            drop_pages(regions)
             since = 0
     target.checksums[name] = checksum
     if digests is not None:
         digests[file.name][name] = digest.hexdigest()
     if tensor.nbytes >= 1 << 20:
-        forget(regions)
+        drop_pages(regions)
     return tensor.nbytes
 
 
@@ -195,6 +195,6 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def forget(regions: Sequence[Mapped]) -> None:
+def drop_pages(regions: Sequence[Mapped]) -> None:
     for region in regions:
-        region.forget()
+        region.drop_pages()

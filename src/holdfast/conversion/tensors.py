@@ -35,7 +35,7 @@ def bits_type(dtype: str) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MatrixPiece:
     """A part of a matrix: where its upper left corner is, and its bits."""
 
     row: int
@@ -43,7 +43,7 @@ class Piece:
     bits: Bits
 
 
-def _row(piece: Piece) -> int:
+def _row(piece: MatrixPiece) -> int:
     return piece.row
 
 
@@ -52,7 +52,7 @@ class Tensor:
     shape: tuple[int, ...]
     stored: str
     """Element type in the source files."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MatrixPiece, ...]
     dtype: str
     """Element type as it will be written."""
 
@@ -77,10 +77,10 @@ class Tensor:
             index = start + first * step - piece.row
             part = piece.bits[index : max(index, min(height, stop - piece.row)) : step]
             if part.size:
-                pieces.append(Piece(first, piece.column, part))
+                pieces.append(MatrixPiece(first, piece.column, part))
         return replace(self, shape=(count, *self.shape[1:]), pieces=tuple(pieces))
 
-    def _between(self, start: int, stop: int) -> tuple[Piece, ...]:
+    def _between(self, start: int, stop: int) -> tuple[MatrixPiece, ...]:
         """The pieces that may hold some of these rows. A tensor of many heads has thousands, and is cut as often."""
         if not self._in_bands:
             return self.pieces
@@ -100,7 +100,7 @@ class Tensor:
     def transposed(self) -> "Tensor":
         if len(self.shape) != 2:
             raise HoldfastError(f"a tensor of shape {list(self.shape)} where a matrix is expected")
-        pieces = tuple(Piece(piece.column, piece.row, piece.bits.T) for piece in self.pieces)
+        pieces = tuple(MatrixPiece(piece.column, piece.row, piece.bits.T) for piece in self.pieces)
         return replace(self, shape=self.shape[::-1], pieces=pieces)
 
     def reordered(self, split: tuple[int, int, int], order: tuple[int, int, int]) -> "Tensor":
@@ -116,7 +116,7 @@ class Tensor:
                 start = i * strides[outer] + j * strides[middle]
                 length = (split[inner] - 1) * strides[inner] + 1
                 parts.append(self.rows(start, start + length, strides[inner]))
-        return stacked(parts)
+        return vstack(parts)
 
     def is_tiled(self) -> bool:
         """Whether the pieces cover the matrix exactly once. A source in which finding that out takes long is forged."""
@@ -175,10 +175,10 @@ def tensor_of(bits: Bits, dtype: str) -> Tensor:
     if bits.ndim > 2:
         raise HoldfastError(f"a tensor of shape {list(bits.shape)} where a vector or a matrix is expected")
     flat = bits.reshape(1, 1) if bits.ndim == 0 else bits.reshape(-1, 1) if bits.ndim == 1 else bits
-    return Tensor(tuple(bits.shape), dtype, (Piece(0, 0, flat),), dtype)
+    return Tensor(tuple(bits.shape), dtype, (MatrixPiece(0, 0, flat),), dtype)
 
 
-def stacked(parts: Sequence[Tensor]) -> Tensor:
+def vstack(parts: Sequence[Tensor]) -> Tensor:
     """Parts below each other."""
     if len(parts) == 1:
         return parts[0]
@@ -189,14 +189,14 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
                 f"parts of one tensor do not fit together: {parts[0].stored} {list(parts[0].shape)} and "
                 f"{part.stored} {list(part.shape)}"
             )
-        pieces += [Piece(piece.row + row, piece.column, piece.bits) for piece in part.pieces]
+        pieces += [MatrixPiece(piece.row + row, piece.column, piece.bits) for piece in part.pieces]
         row += part.shape[0]
     return replace(parts[0], shape=(row, *parts[0].shape[1:]), pieces=_merged(pieces))
 
 
-def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
+def _merged(pieces: list[MatrixPiece]) -> tuple[MatrixPiece, ...]:
     """Neighbours that are neighbours in the file too become one: reordering there and back leaves no trace."""
-    merged: list[Piece] = []
+    merged: list[MatrixPiece] = []
     ends: list[int] = []  # address just below each merged piece
     for piece in pieces:
         bits = piece.bits
@@ -208,7 +208,7 @@ def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
             if same and last.row + height == piece.row and last.column == piece.column:
                 shape = (height + bits.shape[0], bits.shape[1])
                 joined = np.lib.stride_tricks.as_strided(last.bits, shape, bits.strides, writeable=False)
-                merged[-1] = Piece(last.row, last.column, joined)
+                merged[-1] = MatrixPiece(last.row, last.column, joined)
                 ends[-1] = address + bits.shape[0] * step
                 continue
         merged.append(piece)
@@ -222,9 +222,9 @@ def repeated(row: Tensor, times: int) -> Tensor:
     return replace(row, shape=(times, *row.shape[1:]), pieces=pieces)
 
 
-def beside(parts: Sequence[Tensor]) -> Tensor:
+def hstack(parts: Sequence[Tensor]) -> Tensor:
     """Parts next to each other."""
-    return parts[0] if len(parts) == 1 else stacked([part.transposed() for part in parts]).transposed()
+    return parts[0] if len(parts) == 1 else vstack([part.transposed() for part in parts]).transposed()
 
 
 def equal(left: Tensor, right: Tensor) -> bool:

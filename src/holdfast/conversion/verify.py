@@ -19,7 +19,7 @@ from holdfast.conversion.huggingface.read import read_json
 from holdfast.conversion.huggingface.tokenizer_files import TokenizerFiles
 from holdfast.conversion.model import VOCABULARY_TENSORS, Mapped, Model
 from holdfast.conversion.sources import read_model
-from holdfast.conversion.stream import FORGET_EVERY, Plan, forget
+from holdfast.conversion.stream import FORGET_EVERY, Plan, drop_pages
 from holdfast.conversion.tensors import Tensor
 from holdfast.conversion.verify_sides import Side, open_side
 from holdfast.system.errors import HoldfastError
@@ -165,9 +165,9 @@ def _sha256(tensor: Tensor, regions: Sequence[Mapped]) -> str:
         digest.update(np.ascontiguousarray(block).data)
         read += block.nbytes
         if read >= FORGET_EVERY:
-            forget(regions)
+            drop_pages(regions)
             read = 0
-    forget(regions)
+    drop_pages(regions)
     return digest.hexdigest()
 
 

@@ -57,12 +57,13 @@ def _huggingface(path: Path, rounded: str | None) -> Side:
     config = read_json(path / "config.json")
     tensors, regions = read_weights(path, Budget())
 
-    def forget() -> None:
+    def drop_pages() -> None:
         for region in regions:
-            region.forget()
+            region.drop_pages()
 
     raw = {
-        name: raw_of(tensor, forget, rounded) for name, tensor in with_prefixes(config["model_type"], tensors).items()
+        name: raw_of(tensor, drop_pages, rounded)
+        for name, tensor in with_prefixes(config["model_type"], tensors).items()
     }
     stated = config.get("hidden_act" if "bert" in config["model_type"] else "activation_function", "gelu")
     activation = "gelu" if stated == "gelu" else "gelu_tanh"
@@ -76,7 +77,7 @@ def _megatron(path: Path, rounded: str | None, heads: int | None, version: float
     parts: list[Part] = [
         [
             {
-                name: raw_of_stored(stored, rank.file.region.forget, rounded)
+                name: raw_of_stored(stored, rank.file.region.drop_pages, rounded)
                 for rank in [place[stage, index]]
                 for name, stored in flatten(rank.chunks()[chunk], rank.file.name)
             }
@@ -125,11 +126,11 @@ def _chunked(reader: Reader, name: str, shape: tuple[int, ...], layer: int | Non
                 )
         return out
 
-    def forget() -> None:
+    def drop_pages() -> None:
         for region in reader.files.values():
-            region.forget()
+            region.drop_pages()
 
-    return Raw(whole, read, forget, rounded)
+    return Raw(whole, read, drop_pages, rounded)
 
 
 def _settings(args: Mapping[str, Any], parts: list[Part], heads: int | None, version: Any) -> Settings:
@@ -192,4 +193,4 @@ def _held(checkpoint: Checkpoint, name: str, rounded: str | None) -> Raw:
     def read(start: int, stop: int) -> Array:
         return floats(checkpoint.tensor(name, (start, stop)).view(bits_type(dtype)), dtype)
 
-    return Raw(tuple(shape), read, checkpoint.forget, rounded)
+    return Raw(tuple(shape), read, checkpoint.drop_pages, rounded)

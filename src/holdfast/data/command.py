@@ -77,14 +77,14 @@ class PreprocessOptions:
 
 def preprocess(options: PreprocessOptions) -> None:
     from holdfast.data.preprocess.options import preprocess as run
-    from holdfast.system.progress import say
+    from holdfast.system.progress import log
 
     values = asdict(options)
     as_json = values.pop("json")
     values["include_special_tokens"] = not values.pop("tokenizer_hf_no_include_special_tokens")
     summary = run(**values)
     for line in summary.lines():
-        say(line)
+        log(line)
     if as_json:
         import orjson
 
@@ -93,7 +93,7 @@ def preprocess(options: PreprocessOptions) -> None:
         print("\n".join(summary.outputs))
     if summary.bad_lines:
         share = "" if options.partition_index is None else f"_{options.partition_index}"
-        say(f"{_left_out(summary.bad_lines)}; see {options.output_prefix}{share}.bad.jsonl")
+        log(f"{_left_out(summary.bad_lines)}; see {options.output_prefix}{share}.bad.jsonl")
         sys.exit(BAD_LINES_EXIT_CODE)
 
 
@@ -119,11 +119,11 @@ class MergeOptions:
 
 def merge(options: MergeOptions) -> None:
     from holdfast.data.merge import merge as run
-    from holdfast.system.progress import count_of, say
+    from holdfast.system.progress import count_of, log
 
     merged = run(options.input, options.output_prefix, overwrite=options.overwrite)
     counts = [count_of(merged.documents, "document"), count_of(merged.sequences, "sequence")]
-    say(f"{count_of(merged.parts, 'part')}: {', '.join(counts)}, {count_of(merged.bin_bytes, 'byte')}")
+    log(f"{count_of(merged.parts, 'part')}: {', '.join(counts)}, {count_of(merged.bin_bytes, 'byte')}")
     if options.json:
         import orjson
 
@@ -162,7 +162,7 @@ class TokenizerTrainOptions:
 
 def train_tokenizer(options: TokenizerTrainOptions) -> None:
     from holdfast.data.sources.texts import Texts
-    from holdfast.system.progress import progress, say
+    from holdfast.system.progress import log, progress
     from holdfast.tokenizers.training import train_tokenizer as train
 
     with progress("tokenizer train") as bar:
@@ -177,7 +177,7 @@ def train_tokenizer(options: TokenizerTrainOptions) -> None:
     else:
         print(*paths, sep="\n")
     if texts.bad_lines:
-        say(_left_out(texts.bad_lines))
+        log(_left_out(texts.bad_lines))
         sys.exit(BAD_LINES_EXIT_CODE)
 
 

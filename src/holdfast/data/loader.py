@@ -176,7 +176,7 @@ class RankBatches(ABC, Generic[B]):
         self.close()
 
 
-class Batches(RankBatches[MicroBatch]):
+class GPTBatches(RankBatches[MicroBatch]):
     """Batches of GPT samples."""
 
     def __init__(

@@ -36,7 +36,7 @@ def demo_command(options: DemoOptions) -> None:
     from holdfast.demo import folder as own_folder
     from holdfast.demo.path import KILL_AT, STEPS, prepare, same_weights, train
     from holdfast.system.errors import HoldfastError
-    from holdfast.system.progress import count_of, say
+    from holdfast.system.progress import count_of, log
 
     begin = time.perf_counter()
     keep, workdir = options.keep, options.workdir
@@ -45,30 +45,30 @@ def demo_command(options: DemoOptions) -> None:
     tokenizer, prefix, numbers = prepare(work)
 
     calm = train(work, "undisturbed", tokenizer, prefix, kill_at=None)
-    say(f"4. training     {STEPS} steps on 2 ranks in {calm.seconds:.0f} s")
-    say(f"                validation loss {calm.first_loss:.3f} → {calm.last_loss:.3f}")
+    log(f"4. training     {STEPS} steps on 2 ranks in {calm.seconds:.0f} s")
+    log(f"                validation loss {calm.first_loss:.3f} → {calm.last_loss:.3f}")
     torn = train(work, "disturbed", tokenizer, prefix, kill_at=KILL_AT)
     if torn.resumed is None:
         raise HoldfastError(f"the killed run did not resume; see {work / 'disturbed.log'}")
     identical = same_weights(calm.folder, torn.folder)
-    say(
+    log(
         f"5. the same, with a rank killed at step {torn.killed_at}: resumed from {torn.resumed['source']} at step "
         f"{torn.resumed['step']}, {count_of(torn.resumed['steps_lost'], 'step')} lost, state restored in "
         f"{torn.resumed['seconds']:.2f} s"
     )
     if not identical:
         raise HoldfastError("the killed run and the undisturbed one ended with different weights: that is a bug")
-    say("                final weights and optimizer state: bit-identical to the undisturbed run")
+    log("                final weights and optimizer state: bit-identical to the undisturbed run")
 
     from holdfast import convert, generate
 
     folder = convert(torn.folder, work / "huggingface", to="hf")
-    say("6. convert      a Hugging Face folder that transformers loads as it is")
+    log("6. convert      a Hugging Face folder that transformers loads as it is")
     text = generate(folder, PROMPT, max_new_tokens=60, temperature=0.8, top_k=40, seed=7)[0].text
-    say("7. generate     " + repr(PROMPT))
+    log("7. generate     " + repr(PROMPT))
     seconds = time.perf_counter() - begin
     print(_as_json(work, keep, numbers, calm, torn, text, seconds) if options.json else text)
-    say(summary(work, numbers, seconds, keep))
+    log(summary(work, numbers, seconds, keep))
     if not keep:
         own_folder.remove(work)
 

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.demo.corpus import collect_standard_library
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
-from holdfast.system.progress import progress, say
+from holdfast.system.progress import log, progress
 
 VOCABULARY = 4096
 STEPS = 260
@@ -46,10 +46,10 @@ def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
 
     corpus, tokenizer = work / "corpus.jsonl", work / "tokenizer"
     files, size = collect_standard_library(corpus)
-    say(f"1. text         {files:,} files of the Python standard library, {size / 1e6:.1f} MB")
+    log(f"1. text         {files:,} files of the Python standard library, {size / 1e6:.1f} MB")
     start = time.perf_counter()
     train_tokenizer(Texts([corpus]), tokenizer, VOCABULARY)
-    say(f"2. tokenizer    {VOCABULARY:,} tokens learnt in {time.perf_counter() - start:.1f} s")
+    log(f"2. tokenizer    {VOCABULARY:,} tokens learnt in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     summary = preprocess(
         [corpus],
@@ -60,7 +60,7 @@ def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
         overwrite=True,
     )
     seconds = time.perf_counter() - start
-    say(f"3. dataset      {summary.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.0f} MB/s")
+    log(f"3. dataset      {summary.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.0f} MB/s")
     return tokenizer, work / "stdlib_text_document", {"documents": files, "bytes": size, "tokens": summary.tokens}
 
 
@@ -72,8 +72,12 @@ def train(work: Path, name: str, tokenizer: Path, prefix: Path, kill_at: int | N
     command = [sys.executable, "-m", "holdfast.cli", "train", *flags, *files]
     command += ["--data-path", str(prefix), "--save", str(folder)]
     start, killed, shown = time.perf_counter(), None, 0
-    log = (work / f"{name}.log").open("wb")
-    with log, subprocess.Popen(command, stderr=log, stdout=log) as process, progress(name, STEPS, "steps") as bar:
+    log_file = (work / f"{name}.log").open("wb")
+    with (
+        log_file,
+        subprocess.Popen(command, stderr=log_file, stdout=log_file) as process,
+        progress(name, STEPS, "steps") as bar,
+    ):
         try:
             while process.poll() is None:
                 records = list(read_journal(folder / "metrics.jsonl"))
@@ -99,7 +103,7 @@ def kill_a_rank(supervisor: int, step: int) -> int:
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     ranks = [int(child) for child in children if b"holdfast.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
     os.kill(max(ranks), signal.SIGKILL)
-    say(f"                killed rank process {max(ranks)} with SIGKILL at step {step}")
+    log(f"                killed rank process {max(ranks)} with SIGKILL at step {step}")
     return step
 
 

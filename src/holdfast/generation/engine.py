@@ -10,7 +10,7 @@ from holdfast.generation.decoding import Sequences
 from holdfast.generation.loading import Loaded, load_model
 from holdfast.generation.sampling import Sampling, draw
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 # Sequences that are written side by side.
 ROWS = 64
@@ -88,7 +88,7 @@ def _complete(
     limit = draws_BL.shape[1]
     rooms = [loaded.max_positions - len(prompt) for prompt in prompts]
     if min(rooms) < limit:
-        say(f"the model's positions allow {min(rooms)} more tokens after the longest prompt, not {limit}")
+        log(f"the model's positions allow {min(rooms)} more tokens after the longest prompt, not {limit}")
     wanted = [min(limit, room) for room in rooms for _ in range(copies)]
     sequences = Sequences(
         loaded.model,

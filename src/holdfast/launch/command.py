@@ -19,7 +19,7 @@ from holdfast.launch.options import (
     StopOptions,
 )
 from holdfast.system.errors import UsageError
-from holdfast.system.progress import count_of, say
+from holdfast.system.progress import count_of, log
 
 LEAST = {
     "nodes": 1,
@@ -119,8 +119,8 @@ def submit_scripts(run: Path, scripts: dict[str, str], as_json: bool) -> None:
     for name, text in scripts.items():
         publish_text(launch_folder(run) / name, text)
     jobs = control.submit(run, list(scripts))
-    say(f"submitted {', '.join(f'{name} as job {job}' for name, job in zip(scripts, jobs, strict=True))}")
-    say(f"follow it with: holdfast launch status {run}   or   holdfast launch logs -f {run}")
+    log(f"submitted {', '.join(f'{name} as job {job}' for name, job in zip(scripts, jobs, strict=True))}")
+    log(f"follow it with: holdfast launch status {run}   or   holdfast launch logs -f {run}")
     show_jobs(run, jobs, as_json)
 
 
@@ -185,11 +185,11 @@ def show(options: KubernetesOptions, manifests: list[dict[str, Any]]) -> None:
     if not options.apply:
         return
     created = kubernetes.apply(manifests)
-    say(created) if options.json else print(created)
+    log(created) if options.json else print(created)
     last = manifests[-1]
     where = f"--namespace {options.namespace}"
-    say(f"follow it with: kubectl get {last['kind'].lower()} {last['metadata']['name']} {where}")
-    say(
+    log(f"follow it with: kubectl get {last['kind'].lower()} {last['metadata']['name']} {where}")
+    log(
         f"its output:     kubectl logs --follow --selector app.kubernetes.io/instance={last['metadata']['name']} {where}"
     )
 
@@ -226,7 +226,7 @@ def launch_resume(options: ResumeOptions) -> None:
     from holdfast.launch.control import resume
 
     jobs = resume(options.run)
-    say(f"submitted again; follow it with: holdfast launch status {options.run}")
+    log(f"submitted again; follow it with: holdfast launch status {options.run}")
     show_jobs(options.run, jobs, options.json)
 
 

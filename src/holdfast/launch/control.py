@@ -15,7 +15,7 @@ from holdfast.launch import slurm
 from holdfast.launch.batch import launch_folder
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal, read_journal
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 POLL_SECONDS = 1.0
 
@@ -121,7 +121,7 @@ def print_logs(run: Path, follow: bool) -> None:
         sys.stdout.flush()
         printed = True
     if not printed:
-        say(f"no job of {run} has printed anything yet; `holdfast launch status {run}` shows where they are")
+        log(f"no job of {run} has printed anything yet; `holdfast launch status {run}` shows where they are")
 
 
 def log_chunks(run: Path, follow: bool) -> Iterator[str]:
@@ -157,7 +157,7 @@ def stop(run: Path, now: bool, timeout: float) -> list[str]:
             slurm.cancel(state.job)
     if patient:
         (run / "persist").touch()
-        say(f"asked {run} to persist its state and stop")
+        log(f"asked {run} to persist its state and stop")
     end = time.monotonic() + timeout
     while any(slurm.is_active(state.job) for state in active):
         if time.monotonic() > end:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.system.atomic_files import publish_text, rename_into_place, temporary_beside
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 DOCKERFILE = Path("deploy", "containers", "Dockerfile")
 TAG = "holdfast:latest"
@@ -57,7 +57,7 @@ def import_image(tag: str, output: Path, dry_run: bool) -> list[str]:
         return [shlex.join(words) for words in (inspect, command, ["mv", str(temporary), str(output)])]
     digest = image_digest(tag)
     if output.exists() and record.exists() and record.read_text().strip() == digest:
-        say(f"{output} is of {digest} already")
+        log(f"{output} is of {digest} already")
     else:
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -77,7 +77,7 @@ def run(command: list[str], capture: bool = False) -> str:
     """Runs a program with its output shown on stderr; its failure is the user's to see."""
     if shutil.which(command[0]) is None:
         raise HoldfastError(f"{command[0]} is not on this machine; --dry-run shows the commands to run where it is")
-    say(f"$ {shlex.join(command)}")
+    log(f"$ {shlex.join(command)}")
     done = subprocess.run(command, stdout=subprocess.PIPE if capture else 2, text=True, check=False)
     if done.returncode:
         raise HoldfastError(f"{command[0]} failed with code {done.returncode}; its message is above")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.config import Config, read_config
-from holdfast.parallel.layout import Layout, layout_of
+from holdfast.parallel.layout import ParallelLayout, layout_of
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.train.run_files.paths import is_weight, with_absolute_paths
 
@@ -28,7 +28,7 @@ class Plan:
     """A training job: its complete configuration and how the ranks are arranged."""
 
     config: Config
-    layout: Layout
+    layout: ParallelLayout
 
     @property
     def run(self) -> Path:
@@ -85,7 +85,7 @@ def plan_training(arguments: Sequence[str], nodes: int, gpus_per_node: int | Non
     return Plan(config, layout)
 
 
-def check_shape(config: Config) -> Layout:
+def check_shape(config: Config) -> ParallelLayout:
     from holdfast.parallel.layout import check_layout
 
     layout = layout_of(config.parallel)

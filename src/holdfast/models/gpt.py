@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from holdfast.config import ModelConfig
 from holdfast.models.dropout import DropoutKeys
 from holdfast.models.layers import Embedding, KeyValueCache, Linear, Shape, TransformerLayer, build_norm, rotary_table
-from holdfast.models.loss import Cut, vocabulary_loss
+from holdfast.models.loss import VocabShard, vocabulary_loss
 
 
 class Decoder(nn.Module):
@@ -47,7 +47,7 @@ class GPT(nn.Module):
         self.config, self.vocab_size, self.dtype = config, vocab_size, dtype
         self.is_first, self.is_last = is_first, is_last
         # Set from outside under tensor parallelism: how the vocabulary, and with sequence parallelism the tokens, are cut.
-        self.vocabulary_cut, self.sequence_cut = Cut(), 1
+        self.vocabulary_cut, self.sequence_cut = VocabShard(), 1
         # Set from outside where tensor-parallel ranks hold copies of the residual stream: they draw its dropout alike.
         self.dropout_keys: DropoutKeys | None = None
         tied = not config.untie_embeddings_and_output_weights

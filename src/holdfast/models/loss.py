@@ -2,7 +2,7 @@
 
 The last matrix product and the loss are one autograd function that works through the tokens in chunks and computes the
 gradients of hidden states and of the output matrix on the way, so that backward only scales them. The vocabulary may be cut over
-ranks: `Cut` says which rows are here and how to combine, this file does not know how.
+ranks: `VocabShard` says which rows are here and how to combine, this file does not know how.
 
 A chunk is worked through in place, operation by operation, or by three compiled kernels that read the logits in the compute type
 and write their gradient over them: as few bytes as this takes without a kernel of our own.
@@ -30,7 +30,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Cut:
+class VocabShard:
     """Which rows of the vocabulary are here, and how ranks combine. The default is the whole vocabulary on one rank."""
 
     first_row: int = 0
@@ -60,7 +60,7 @@ class VocabularyLoss(torch.autograd.Function):
         labels_N: Tensor,
         weights_N: Tensor,
         vocab_size: int,
-        cut: Cut,
+        cut: VocabShard,
     ) -> tuple[Tensor, Tensor]:
         tokens, rows = x_NH.shape[0], matrix_VH.shape[0]
         matrix = matrix_VH.to(x_NH.dtype)
@@ -107,7 +107,7 @@ def _chunk_tokens(tokens: int, rows: int, compiled: bool) -> int:
 
 
 def _chunk_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, cut: Cut
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, cut: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, hits and d loss / d logits of one chunk. The wide logits' memory becomes that of the gradient."""
     narrow = logits.dtype
@@ -131,7 +131,7 @@ def _chunk_loss(
 
 
 def _compiled_chunk_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, cut: Cut
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, cut: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by compiled kernels. The logits' own memory becomes that of the gradient."""
     local, here = labels - cut.first_row, vocab_size - cut.first_row
@@ -190,8 +190,8 @@ def vocabulary_loss(
     weights_N: Tensor,
     vocab_size: int,
     bias_V: Tensor | None = None,
-    cut: Cut | None = None,
+    cut: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens of weight × cross entropy, and how many weighted tokens were predicted right."""
-    total, right = VocabularyLoss.apply(x_NH, matrix_VH, bias_V, labels_N, weights_N, vocab_size, cut or Cut())  # type: ignore[no-untyped-call]
+    total, right = VocabularyLoss.apply(x_NH, matrix_VH, bias_V, labels_N, weights_N, vocab_size, cut or VocabShard())  # type: ignore[no-untyped-call]
     return total, right

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.parallel.data import shard_model
 from holdfast.parallel.mesh import Grid
-from holdfast.parallel.tensor import cut_model, fill, transformer_layers
+from holdfast.parallel.tensor import cut_model, load_shard, transformer_layers
 
 
-def cut_and_fill(
+def parallelize(
     model: nn.Module,
     grid: Grid,
     initial: Callable[[str, torch.Size], Tensor],
@@ -41,7 +41,7 @@ def cut_and_fill(
         shard_model(model, grid.mesh[axes], dtype)
     model.to_empty(device=grid.device)
     for name, parameter in model.named_parameters():
-        fill(parameter, initial(name, parameter.shape))
+        load_shard(parameter, initial(name, parameter.shape))
 
 
 def recompute_in_backward(module: nn.Module) -> None:

@@ -14,7 +14,7 @@ AXES = ("pipeline", "replica", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Sizes of the grid's axes."""
 
     pipeline: int
@@ -52,7 +52,7 @@ class Layout:
         return ", ".join(parts + ([f"context {self.context}"] if self.context > 1 else []))
 
 
-def layout_of(parallel: ParallelConfig, world: int | None = None) -> Layout:
+def layout_of(parallel: ParallelConfig, world: int | None = None) -> ParallelLayout:
     """The grid for a number of ranks (by default the one the configuration starts), or why it cannot be."""
     world = world or parallel.nnodes * parallel.nproc_per_node
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -70,7 +70,7 @@ def layout_of(parallel: ParallelConfig, world: int | None = None) -> Layout:
         replica = parallel.data_parallel_replicas
         if data % replica:
             raise HoldfastError(f"data_parallel_replicas = {replica} does not divide the data-parallel size {data}")
-    return Layout(
+    return ParallelLayout(
         pipeline,
         replica,
         data // replica,
@@ -105,7 +105,7 @@ def padded_vocab_size(vocab_size: int, model: ModelConfig, tensor: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def check_layout(config: Config, layout: Layout) -> None:
+def check_layout(config: Config, layout: ParallelLayout) -> None:
     """Refuses what cannot work, naming the keys, before any rank starts."""
     model, train = config.model, config.train
     groups = model.num_query_groups or model.num_attention_heads

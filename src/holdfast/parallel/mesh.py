@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from holdfast.parallel.layout import AXES, Layout
+from holdfast.parallel.layout import AXES, ParallelLayout
 
 
 @dataclass(frozen=True)
 class Grid:
     """This rank's place: the layout, the mesh over it, and the device."""
 
-    layout: Layout
+    layout: ParallelLayout
     mesh: DeviceMesh
     device: torch.device
 
@@ -45,7 +45,7 @@ def pick_device() -> torch.device:
     return torch.device("cpu")
 
 
-def build_grid(layout: Layout, device: torch.device) -> Grid:
+def build_grid(layout: ParallelLayout, device: torch.device) -> Grid:
     mesh = init_device_mesh(device.type, layout.sizes(), mesh_dim_names=AXES)
     grid = Grid(layout, mesh, device)
     grid.group("replica", "shard")  # made by all ranks at once, in one order

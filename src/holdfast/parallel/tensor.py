@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from holdfast.models.dropout import DropoutKeys
-from holdfast.models.loss import Cut
+from holdfast.models.loss import VocabShard
 
 
 def cut_model(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -79,7 +79,7 @@ def _layer_plan(layer: nn.Module, stream: Placement, sequence_parallel: bool) ->
     return plan
 
 
-def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> Cut:
+def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> VocabShard:
     """How the loss works on this rank's rows of the vocabulary."""
     group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
@@ -107,7 +107,7 @@ def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> Cut
     for name, parameter in model.named_parameters():
         if name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
             rows = parameter.shape[0] // size
-    return Cut(
+    return VocabShard(
         first_row=rank * rows,
         reduce_max=lambda x: reduced(x, dist.ReduceOp.MAX),
         reduce_sum=lambda x: reduced(x, dist.ReduceOp.SUM),
@@ -118,7 +118,7 @@ def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> Cut
     )
 
 
-def settle_gradients(parameters: list[nn.Parameter]) -> None:
+def reduce_partial_gradients(parameters: list[nn.Parameter]) -> None:
     """Adds up gradients that each rank holds only its part of (norms under sequence parallelism)."""
     for parameter in parameters:
         gradient = parameter.grad
@@ -145,7 +145,7 @@ def is_cut_over(tensor: Tensor, axis: str) -> bool:
     return any(name == axis and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
 
 
-def fill(parameter: Tensor, value: Tensor) -> None:
+def load_shard(parameter: Tensor, value: Tensor) -> None:
     """Gives a parameter its value: all of it, or the share of it that is here."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):

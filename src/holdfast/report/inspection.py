@@ -15,7 +15,7 @@ from holdfast.report.description import description_lines
 from holdfast.report.events import describe_event, last_failure
 from holdfast.report.reading import Run, read_run
 from holdfast.snapshot.inspection import arena_troubles, disk_troubles
-from holdfast.snapshot.memory.run_memory import MEMORY, places
+from holdfast.snapshot.memory.run_memory import MEMORY, run_memories
 from holdfast.snapshot.report import disk_only_facts, is_run_folder, resume_advice, run_facts
 from holdfast.system.errors import HoldfastError
 
@@ -31,9 +31,9 @@ def recognises(path: Path) -> bool:
 def describe(path: Path, reader: Reader) -> Description:
     run = read_run(path)
     memory = run.config.snapshot.snapshot_dir if run.config else MEMORY
-    place = next((place for place in places(memory) if place.folder == path.resolve()), None)
-    if place is not None:
-        held = run_facts(place, verify=True, verify_disk_bytes=VERIFIED_BYTES)
+    run_memory = next((run_memory for run_memory in run_memories(memory) if run_memory.folder == path.resolve()), None)
+    if run_memory is not None:
+        held = run_facts(run_memory, verify=True, verify_disk_bytes=VERIFIED_BYTES)
     else:
         held = disk_only_facts(path, VERIFIED_BYTES)
     facts: dict[str, Any] = {**held, **_state(run, held)}
@@ -108,7 +108,7 @@ def _built_parameters(config: Config) -> int | None:
     """Of the model that the configuration describes, built without memory for its weights."""
     if config.model.vocab_size is None:
         return None
-    from holdfast.train.families import build_stage
+    from holdfast.train.model_families import build_stage
 
     tensor = config.parallel.tensor_model_parallel_size
     try:

@@ -48,16 +48,16 @@ def snapshots(options: SnapshotsOptions) -> None:
 
 def find_run(run: str, memory: str, verify: bool) -> dict[str, Any]:
     """What is held of the run of this name or folder. A name that is no run is an error that lists the runs there are."""
-    from holdfast.snapshot.memory.run_memory import find_place, places
+    from holdfast.snapshot.memory.run_memory import find_run_memory, run_memories
     from holdfast.snapshot.report import disk_only_facts, is_run_folder, run_facts, run_folders_in
 
     folder = real_path(run)
     limit = float("inf") if verify else 0
-    if any(place.name == run or place.folder == folder for place in places(memory)):
-        return run_facts(find_place(run, memory), verify, limit)
+    if any(run_memory.name == run or run_memory.folder == folder for run_memory in run_memories(memory)):
+        return run_facts(find_run_memory(run, memory), verify, limit)
     if is_run_folder(folder):
         return disk_only_facts(folder, limit)
-    held = [f"{place.name} ({place.folder})" for place in places(memory)]
+    held = [f"{run_memory.name} ({run_memory.folder})" for run_memory in run_memories(memory)]
     near = [
         str(found) for parent in {folder, folder.parent, Path("runs").absolute()} for found in run_folders_in(parent)
     ]
@@ -95,10 +95,10 @@ class PersistOptions:
 
 
 def persist(options: PersistOptions) -> None:
-    from holdfast.snapshot.memory.run_memory import find_place
+    from holdfast.snapshot.memory.run_memory import find_run_memory
 
     real_path(options.run)  # a symbolic link that leads to itself is an error
-    path = persist_now(find_place(options.run, options.snapshot_dir), options.stop)
+    path = persist_now(find_run_memory(options.run, options.snapshot_dir), options.stop)
     if options.json:
         import sys
 
@@ -109,19 +109,19 @@ def persist(options: PersistOptions) -> None:
         print(path)
 
 
-def persist_now(place: Any, stop: bool) -> Path:
+def persist_now(run_memory: Any, stop: bool) -> Path:
     """Asks the keeper; one is started where there is none."""
     from holdfast.snapshot.keeper.starting import start_keeper
     from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, write_json
 
     name = f"{time.time_ns():020d}-persist"
-    write_json(place.requests / f"{name}.json", {"kind": "persist", "stop": stop})
-    start_keeper(place)
-    answer_path = place.requests / f"{name}.answer.json"
+    write_json(run_memory.requests / f"{name}.json", {"kind": "persist", "stop": stop})
+    start_keeper(run_memory)
+    answer_path = run_memory.requests / f"{name}.answer.json"
     deadline = time.monotonic() + ANSWER_SECONDS
     while (answer := read_json(answer_path)) is None:
-        if time.monotonic() > deadline or not (place.path.exists() and keeper_alive(place)):
-            raise HoldfastError(f"the keeper of {place.name} did not answer; see {place.path / 'keeper.log'}")
+        if time.monotonic() > deadline or not (run_memory.path.exists() and keeper_alive(run_memory)):
+            raise HoldfastError(f"the keeper of {run_memory.name} did not answer; see {run_memory.path / 'keeper.log'}")
         time.sleep(0.02)
     answer_path.unlink(missing_ok=True)
     if answer["path"] is None:

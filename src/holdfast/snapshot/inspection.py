@@ -5,7 +5,7 @@ from typing import Any
 
 from holdfast.inspection import Description, Reader
 from holdfast.snapshot.memory.arena import Arena
-from holdfast.snapshot.memory.run_memory import Place, read_json
+from holdfast.snapshot.memory.run_memory import RunMemory, read_json
 from holdfast.snapshot.report import arena_facts, run_facts, run_lines, slot_cells, table
 from holdfast.system.errors import HoldfastError
 
@@ -20,7 +20,7 @@ def describe(path: Path, reader: Reader) -> Description:
     record = read_json(path / "run.json")
     if not isinstance(record, dict) or not {"name", "folder"} <= set(record):
         raise HoldfastError(f"{path / 'run.json'} is damaged: it does not name the run and its folder")
-    return _memory(Place(path, record["name"], Path(record["folder"])))
+    return _memory(RunMemory(path, record["name"], Path(record["folder"])))
 
 
 def _arena(path: Path) -> Description:
@@ -32,8 +32,8 @@ def _arena(path: Path) -> Description:
     return Description(facts, lines, arena_troubles([facts]))
 
 
-def _memory(place: Place) -> Description:
-    facts = run_facts(place, verify=True)
+def _memory(run_memory: RunMemory) -> Description:
+    facts = run_facts(run_memory, verify=True)
     return Description(
         facts, run_lines(facts), arena_troubles(facts["arenas"] + facts["peer_copies"]) + disk_troubles(facts)
     )

@@ -14,7 +14,7 @@ import orjson
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.system.atomic_files import publish_bytes, remove_temporaries
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 LIMIT = 2
 NEAR = 100
@@ -70,7 +70,7 @@ class NanGuard:
             remove_temporaries(self._path)
             publish_bytes(self._path, orjson.dumps(record))
         except (HoldfastError, OSError) as error:  # a full disk costs the count, not the run
-            say(f"{self._path} was not written: {error}")
+            log(f"{self._path} was not written: {error}")
 
 
 def _set_aside(path: Path) -> Path:

@@ -9,9 +9,9 @@ from typing import Any
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
 from holdfast.checkpoint.reader import Checkpoint
-from holdfast.snapshot.keeper.checkpoint_writer import Held, OvertakenError, common_steps, newest_generation
+from holdfast.snapshot.keeper.checkpoint_writer import OvertakenError, ReadySlot, common_steps, newest_generation
 from holdfast.snapshot.memory.arena import EMPTY, READY, SLOTS, STATES, Arena, DamagedError
-from holdfast.snapshot.memory.run_memory import Place, keeper_alive, open_arenas
+from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, open_arenas
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
 from holdfast.system.leases import lease_seconds, newest_lease, this_machine
@@ -29,7 +29,7 @@ def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
         trouble = None
         if verify and header.state == READY:
             try:
-                Held(arena, index, header).verify()
+                ReadySlot(arena, index, header).verify()
                 verified = True
             except OvertakenError:
                 header, verified = arena.slot(index).header(), None
@@ -57,32 +57,32 @@ def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
     }
 
 
-def run_facts(place: Place, verify: bool = False, verify_disk_bytes: float = 0) -> dict[str, Any]:
+def run_facts(run_memory: RunMemory, verify: bool = False, verify_disk_bytes: float = 0) -> dict[str, Any]:
     """Everything that this host holds of a run."""
-    own = open_arenas(place.arenas(), place.key)
-    peers = open_arenas(place.peer_arenas(), place.key)
+    own = open_arenas(run_memory.arenas(), run_memory.key)
+    peers = open_arenas(run_memory.peer_arenas(), run_memory.key)
     steps = common_steps(newest_generation(own))
     facts = {
-        "run": place.name,
-        "folder": str(place.folder),
-        "memory": str(place.path),
-        "bytes": place.memory_bytes(),
-        "keeper": keeper_alive(place),
-        "claimed_by": live_claims(place.folder),
+        "run": run_memory.name,
+        "folder": str(run_memory.folder),
+        "memory": str(run_memory.path),
+        "bytes": run_memory.memory_bytes(),
+        "keeper": keeper_alive(run_memory),
+        "claimed_by": live_claims(run_memory.folder),
         "common_steps": steps,
         "ranks": [
             {
                 "rank": rank,
-                "alive": desk.occupied(),
-                "step": desk["step"],
-                "stands": desk.where,
-                "skipped": desk["skipped"],
+                "alive": page.owner_alive(),
+                "step": page["step"],
+                "stands": page.where,
+                "skipped": page["skipped"],
             }
-            for rank, desk in place.desks().items()
+            for rank, page in run_memory.pages().items()
         ],
         "arenas": [arena_facts(arena, verify) for arena in own],
         "peer_copies": [arena_facts(arena, verify) for arena in peers],
-        "checkpoints": disk_facts(place.folder, verify_disk_bytes),
+        "checkpoints": disk_facts(run_memory.folder, verify_disk_bytes),
     }
     for arena in own + peers:
         arena.close()

@@ -21,7 +21,7 @@ import torch
 from holdfast.checkpoint.collective import agree
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.json_state import decode
-from holdfast.checkpoint.loading import fill, load, refuse_unused
+from holdfast.checkpoint.loading import load, load_into, refuse_unused
 from holdfast.checkpoint.manifest import merge_settings
 from holdfast.checkpoint.reader import Bytes, Tensors
 from holdfast.checkpoint.state import State
@@ -29,10 +29,10 @@ from holdfast.snapshot.keeper.replication import PULLED, pull
 from holdfast.snapshot.keeper.starting import start_keeper
 from holdfast.snapshot.memory.arena import READY, Arena, DamagedError, Slot, forget
 from holdfast.snapshot.memory.random_state import set_random_state
-from holdfast.snapshot.memory.run_memory import SERVE, Place, open_arenas
+from holdfast.snapshot.memory.run_memory import SERVE, RunMemory, open_arenas
 from holdfast.snapshot.nan_guard import NEAR
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 if TYPE_CHECKING:
     from holdfast.snapshot.snapshots import Snapshots
@@ -78,15 +78,15 @@ Candidate = dict[int, list[Location]]
 
 def restore(snapshots: "Snapshots") -> Resumed:
     begin = time.perf_counter()
-    team = snapshots.team
+    rank_group = snapshots.rank_group
     # A step that a rank has not done was not done; a desk that nobody sat at before does not count.
-    reached = min(filter(None, team.gather(snapshots.reached)), default=0)
-    suspect = team.gather(snapshots.nan_guard.suspected() if team.rank == 0 else None)[0]
-    if team.first_here:
+    reached = min(filter(None, rank_group.gather(snapshots.reached)), default=0)
+    suspect = rank_group.gather(snapshots.nan_guard.suspected() if rank_group.rank == 0 else None)[0]
+    if rank_group.first_here:
         # Others may pull from it; one that was killed a moment ago still seemed to be there.
-        start_keeper(snapshots.place)
+        start_keeper(snapshots.run_memory)
     held, complete, highest, unusable = _everything_held(snapshots)
-    disk: list[list[Any]] = team.gather(_on_disk(snapshots.folder) if team.rank == 0 else None)[0]
+    disk: list[list[Any]] = rank_group.gather(_on_disk(snapshots.folder) if rank_group.rank == 0 else None)[0]
     candidates: list[tuple[int, int, Any]] = [(key[0], 1, key) for key in held]
     candidates += [(step, 0, path) for step, path in disk]
 
@@ -107,8 +107,8 @@ def restore(snapshots: "Snapshots") -> Resumed:
             seconds = time.perf_counter() - begin
             snapshots.event("resumed", source=filled.source, step=step, steps_lost=lost, seconds=round(seconds, 4))
             redo = f"; {lost} step{'s' * (lost != 1)} to redo" if lost else ""
-            say(f"resumed from {filled.source} at step {step} in {seconds:.2f} s{redo}")
-            if team.rank == 0:
+            log(f"resumed from {filled.source} at step {step} in {seconds:.2f} s{redo}")
+            if rank_group.rank == 0:
                 snapshots.nan_guard.resumed_from(step)
             return Resumed(step, in_memory == 1, highest, filled.arena)
     if disk:
@@ -118,9 +118,9 @@ def restore(snapshots: "Snapshots") -> Resumed:
     if candidates or unusable:
         raise HoldfastError(
             f"memory holds state of this run that cannot be used ({'; '.join(unusable) or 'see the lines above'}), and no "
-            f"checkpoint is on disk. To give it up and start over at step 0, remove {snapshots.place.path}"
+            f"checkpoint is on disk. To give it up and start over at step 0, remove {snapshots.run_memory.path}"
         )
-    if team.rank == 0:
+    if rank_group.rank == 0:
         snapshots.nan_guard.resumed_from(None)
     _forget_the_rest(snapshots, None)
     return Resumed(0, sequence=highest)
@@ -128,17 +128,17 @@ def restore(snapshots: "Snapshots") -> Resumed:
 
 def _deal_with_suspect(snapshots: "Snapshots", suspect: int, step: int) -> None:
     """Two resumed runs met NaN soon after step `suspect`; now the run has `step` to continue from."""
-    if snapshots.team.rank != 0:
+    if snapshots.rank_group.rank != 0:
         return
     if step >= suspect:
-        say(
+        log(
             f"WARNING: two runs that resumed near step {suspect} met NaN soon after, and no older state can be used; "
             f"continuing from step {step}. Look at the data and the learning rate"
         )
         return
     aside = snapshots.nan_guard.quarantine()
     names = ", ".join(str(path) for path in aside) or "snapshots in memory"
-    say(
+    log(
         f"WARNING: two runs that resumed near step {suspect} met NaN soon after: {names} set aside, going back to step {step}"
     )
     reason = f"two resumed runs met NaN within {NEAR} steps"
@@ -152,18 +152,18 @@ Key = tuple[int, int]
 def _everything_held(snapshots: "Snapshots") -> tuple[dict[Key, Candidate], dict[Key, list[list[int]]], int, list[str]]:
     """Every complete candidate over all nodes, the sets of ranks that make it so, the highest sequence number so far, and what
     of the run is there and cannot be used."""
-    team, place = snapshots.team, snapshots.place
+    rank_group, run_memory = snapshots.rank_group, snapshots.run_memory
     mine: list[dict[str, Any]] = []
     damaged: list[str] = []
-    if team.first_here:
-        for peer, paths in ((False, place.arenas()), (True, place.peer_arenas())):
-            for arena in open_arenas(paths, place.key, damaged.append):
-                mine += _list_slots(arena, place.node, peer, damaged.append)
+    if rank_group.first_here:
+        for peer, paths in ((False, run_memory.arenas()), (True, run_memory.peer_arenas())):
+            for arena in open_arenas(paths, run_memory.key, damaged.append):
+                mine += _list_slots(arena, run_memory.node, peer, damaged.append)
                 arena.close()
-    everyone = team.gather([mine, damaged])
+    everyone = rank_group.gather([mine, damaged])
     unusable = [message for _, messages in everyone for message in messages]
-    for message in unusable if team.rank == 0 else ():
-        say(f"{message}; it is left out")
+    for message in unusable if rank_group.rank == 0 else ():
+        log(f"{message}; it is left out")
         snapshots.event("snapshot", outcome="rejected", reason=message)
     told = [entry for entries, _ in everyone for entry in entries]
     complete = {(e["step"], e["generation"]): e["complete"] for e in told}
@@ -172,7 +172,7 @@ def _everything_held(snapshots: "Snapshots") -> tuple[dict[Key, Candidate], dict
         fields = {name: entry[name] for name in Location.__dataclass_fields__}
         found[entry["step"], entry["generation"]][entry["rank"]].append(Location(**fields))
     whole = {key: candidate for key, candidate in found.items() if _whole(complete[key], candidate)}
-    if not whole and max(team.gather(snapshots.desk["committed"])) > 0:
+    if not whole and max(rank_group.gather(snapshots.page["committed"])) > 0:
         # All ranks once held a step; a crash before that leaves nothing to lose.
         lacking = ", ".join(f"step {step} of ranks {sorted(found[step, plan])} alone" for step, plan in sorted(found))
         unusable.append(f"no step is complete: {lacking}")
@@ -200,8 +200,8 @@ def _list_slots(arena: Arena, node: str, peer: bool, on_damage: Callable[[str], 
 
 def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Sequence[Sequence[int]]) -> Filled | None:
     """Verifies a candidate and fills the state from it; None, with a word about it, if too little of it is whole."""
-    team, place = snapshots.team, snapshots.place
-    opened = Opened(place, snapshots.state)
+    rank_group, run_memory = snapshots.rank_group, snapshots.run_memory
+    opened = Opened(run_memory, snapshots.state)
     bad = _verify_here(snapshots, opened, [copy for copies in candidate.values() for copy in copies])
     good: Candidate = {
         rank: sound
@@ -211,44 +211,48 @@ def _fill_from_memory(snapshots: "Snapshots", candidate: Candidate, complete: Se
     step = next(iter(candidate.values()))[0].step
     ranks = _whole(complete, good)
     if ranks is None:
-        say(f"the snapshot of step {step} in memory cannot be used; trying the next one")
+        log(f"the snapshot of step {step} in memory cannot be used; trying the next one")
         snapshots.event("snapshot", step=step, outcome="rejected", reason="; ".join(sorted(bad.values()))[:1000])
         opened.close_all_but(None)
         return None
     source = Tensors(f"the snapshot of step {step}", {})
     small: dict[int, dict[str, Any]] = {}
     trouble: Exception | None = None
-    nodes = set(team.nodes)
+    nodes = set(rank_group.nodes)
     pulls = any(not nodes <= {copy.node for copy in good[rank]} for rank in ranks)
-    if pulls and team.first_here:
-        (place.path / SERVE).touch(mode=0o600)
+    if pulls and rank_group.first_here:
+        (run_memory.path / SERVE).touch(mode=0o600)
     try:
-        opened.register_ahead(good.get(team.rank, ()))
+        opened.register_ahead(good.get(rank_group.rank, ()))
         small = {rank: opened.add(source, good[rank]) for rank in ranks}
-        if team.rank in good and team.rank not in small and any(copy.node == place.node for copy in good[team.rank]):
-            small[team.rank] = opened.add(None, good[team.rank])
+        if (
+            rank_group.rank in good
+            and rank_group.rank not in small
+            and any(copy.node == run_memory.node for copy in good[rank_group.rank])
+        ):
+            small[rank_group.rank] = opened.add(None, good[rank_group.rank])
     except (HoldfastError, OSError, struct.error) as error:
         trouble = error
-    troubles = [message for message in team.gather(str(trouble) if trouble else None) if message]
-    if pulls and team.first_here:
-        (place.path / SERVE).unlink(missing_ok=True)
+    troubles = [message for message in rank_group.gather(str(trouble) if trouble else None) if message]
+    if pulls and rank_group.first_here:
+        (run_memory.path / SERVE).unlink(missing_ok=True)
     if troubles:  # a peer that does not answer, say: an older state is better than none
-        say(f"the snapshot of step {step} in memory cannot be used; trying the next one: {troubles[0]}")
+        log(f"the snapshot of step {step} in memory cannot be used; trying the next one: {troubles[0]}")
         snapshots.event("snapshot", step=step, outcome="rejected", reason=troubles[0][:1000])
         opened.close_all_but(None)
         return None
     facts = small[ranks[0]]
     with snapshots.state.undone_on_error():
         try:
-            fill(source, snapshots.state, facts["padded_rows"])
+            load_into(source, snapshots.state, facts["padded_rows"])
         except Exception as error:
             trouble = error
         finally:
-            own = opened.close_all_but(team.rank)
-        agree(trouble, team.group)
-        refuse_unused(source.tensors, snapshots.state, source.origin, team.group)
+            own = opened.close_all_but(rank_group.rank)
+        agree(trouble, rank_group.group)
+        refuse_unused(source.tensors, snapshots.state, source.origin, rank_group.group)
     snapshots.state.apply_optimizer_settings(merge_settings([small[rank]["optimizer"] for rank in sorted(small)]))
-    mine = small.get(team.rank) if facts["world"] == team.world else None
+    mine = small.get(rank_group.rank) if facts["world"] == rank_group.world else None
     _apply_small(snapshots, (mine or small[min(small)])["extra"], mine["random"] if mine else None)
     return Filled(_source_name({rank: good[rank] for rank in ranks}), own)
 
@@ -267,14 +271,14 @@ def _verify_here(
     snapshots: "Snapshots", opened: "Opened", copies: Sequence[Location]
 ) -> dict[tuple[str, str, int], str]:
     """What lies on this node is verified by the ranks of this node together; every rank learns of all that is damaged."""
-    team, place = snapshots.team, snapshots.place
-    share, of = team.here.index(team.rank), len(team.here)
+    rank_group, run_memory = snapshots.rank_group, snapshots.run_memory
+    share, of = rank_group.here.index(rank_group.rank), len(rank_group.here)
     bad = []
     for copy in copies:
-        if copy.node != place.node:
+        if copy.node != run_memory.node:
             continue
         try:
-            slot = opened.arena(place.path / copy.file).slot(copy.slot)
+            slot = opened.arena(run_memory.path / copy.file).slot(copy.slot)
             header = slot.header()
             if header.state != READY or header.step != copy.step:
                 raise DamagedError(f"{slot.origin} no longer holds step {copy.step}")
@@ -282,8 +286,8 @@ def _verify_here(
             slot.verify(header, share, of, threads=max(1, min(8, (os.cpu_count() or 1) // of)))
         except (DamagedError, FileNotFoundError) as error:
             bad.append([copy.node, copy.file, copy.slot, str(error)])
-            say(str(error))
-    return {(node, file, slot): why for told in team.gather(bad) for node, file, slot, why in told}
+            log(str(error))
+    return {(node, file, slot): why for told in rank_group.gather(bad) for node, file, slot, why in told}
 
 
 class _Memory:
@@ -301,8 +305,8 @@ class _Memory:
 class Opened:
     """The slots that a state is filled from: mapped, or pulled from another node."""
 
-    def __init__(self, place: Place, state: State) -> None:
-        self._place = place
+    def __init__(self, run_memory: RunMemory, state: State) -> None:
+        self._place = run_memory
         devices = {parameter.device for parameter in state.parameters.values() if parameter.is_cuda}
         self._device = next(iter(devices), None)
         self._arenas: dict[Path, Arena] = {}
@@ -328,9 +332,13 @@ class Opened:
 
     def add(self, source: Tensors | None, copies: Sequence[Location]) -> dict[str, Any]:
         """Adds one rank's pieces to the source; the rank's small state."""
-        place = self._place
-        copy = next((c for c in copies if c.node == place.node), copies[0])
-        path = place.path / copy.file if copy.node == place.node else pull(place, copy.node, copy.file, copy.slot)
+        run_memory = self._place
+        copy = next((c for c in copies if c.node == run_memory.node), copies[0])
+        path = (
+            run_memory.path / copy.file
+            if copy.node == run_memory.node
+            else pull(run_memory, copy.node, copy.file, copy.slot)
+        )
         slot = self.arena(path).slot(copy.slot)
         header = slot.header()
         if source is not None:
@@ -365,7 +373,7 @@ def _fill_from_disk(snapshots: "Snapshots", path: str) -> Filled | None:
     try:
         shared = load(path, state)
     except (HoldfastError, OSError) as error:
-        say(f"checkpoint {path} cannot be used, trying the one before: {error}")
+        log(f"checkpoint {path} cannot be used, trying the one before: {error}")
         snapshots.event("snapshot", outcome="rejected", reason=str(error)[:1000])
         return None
     extra = state.per_rank.get("extra", shared.get("extra", {}))
@@ -381,10 +389,10 @@ def _apply_small(snapshots: "Snapshots", extra: dict[str, Any], random: Any) -> 
 
 def _forget_the_rest(snapshots: "Snapshots", keep: int | None) -> None:
     """Memory of steps that the run does not continue from is emptied, so that nobody takes it for newer than what follows."""
-    snapshots.team.gather(None)
-    if snapshots.team.first_here:
-        place = snapshots.place
-        for arena in open_arenas(place.arenas() + place.peer_arenas(), place.key):
+    snapshots.rank_group.gather(None)
+    if snapshots.rank_group.first_here:
+        run_memory = snapshots.run_memory
+        for arena in open_arenas(run_memory.arenas() + run_memory.peer_arenas(), run_memory.key):
             forget(arena, keep)
             arena.close()
-    snapshots.team.gather(None)
+    snapshots.rank_group.gather(None)

@@ -37,16 +37,16 @@ from holdfast.snapshot.keeper.starting import start_keeper
 from holdfast.snapshot.memory.arena import DamagedError
 from holdfast.snapshot.memory.copier import Copy
 from holdfast.snapshot.memory.random_state import Extra, random_state
-from holdfast.snapshot.memory.run_memory import MEMORY, Place, open_private, remove_stale, write_json
-from holdfast.snapshot.memory.slot_allocator import Holder
+from holdfast.snapshot.memory.run_memory import MEMORY, RunMemory, open_private, remove_stale, write_json
+from holdfast.snapshot.memory.slot_allocator import SlotAllocator
 from holdfast.snapshot.nan_guard import NanGuard
-from holdfast.snapshot.ranks.rank_group import Heard, Team
-from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, Desk, desk_name
-from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, Wishes
+from holdfast.snapshot.ranks.rank_group import Exchange, RankGroup
+from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, RankStatus, status_page_name
+from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, StopSignals
 from holdfast.snapshot.restore import restore
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import PatientJournal
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 from holdfast.system.run_claim import RunClaim, RunInUse, claim_run
 
 MOVE_IN_SECONDS = 10.0
@@ -84,8 +84,8 @@ class Snapshots:
         self.state = State(model, optimizer, replica_group=replica_group, padded_rows=padded_rows)
         self.extra = Extra(extra or {})
         self.folder = Path(folder)
-        self.place = Place.of(name, folder, memory)
-        self.team = Team(self.place)
+        self.run_memory = RunMemory.of(name, folder, memory)
+        self.rank_group = RankGroup(self.run_memory)
         self.stall_seconds = 0.0
         """How long the training waited for snapshots since the last `take` began: metrics call it snapshot_stall_ms."""
         self.copy_seconds = 0.0
@@ -99,8 +99,8 @@ class Snapshots:
             "hang_seconds": hang_seconds,
             "kill_hung": kill_hung,
             "mode": mode,
-            "nodes": self.team.nodes,
-            "here": self.team.here,
+            "nodes": self.rank_group.nodes,
+            "here": self.rank_group.here,
         }
         self._copy: Copy | None = None
         self._committed: int | None = None
@@ -112,65 +112,67 @@ class Snapshots:
         self._resumed: int | None = None
         self._requested: tuple[int, str] | None = None
         """the last save that the keeper was asked for: step, and the start of the run that it comes from"""
-        self._keeper = KeeperClient(self.place)
+        self._keeper = KeeperClient(self.run_memory)
         self.nan_guard = NanGuard(self.folder)
         with self._os_errors_explained():
             self._move_in()
-        self._holder = Holder(self.state, self.team, self.place, mode, self.desk)
-        self._wishes = Wishes(self.place.path, listen_to_signals)
+        self._holder = SlotAllocator(self.state, self.rank_group, self.run_memory, mode, self.page)
+        self._wishes = StopSignals(self.run_memory.path, listen_to_signals)
         for optimizer in self.state.optimizers:
             _call_before_step(optimizer, self._check_order)
 
     def _move_in(self) -> None:
         """Claims this rank's desk, refuses if a living process owns it, and makes sure that the node has a keeper."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._journal = PatientJournal(self.folder / "events.jsonl") if self.team.rank == 0 else None
+        self._journal = PatientJournal(self.folder / "events.jsonl") if self.rank_group.rank == 0 else None
         self._run_claim: RunClaim | None = None
         # The first rank of a node claims before the others: of two starts at once one gets the node, whole.
         for first in (True, False):
             trouble = None
             try:
-                if first and self.team.rank == 0 and "HOLDFAST_SUPERVISED" not in os.environ:
+                if first and self.rank_group.rank == 0 and "HOLDFAST_SUPERVISED" not in os.environ:
                     # The supervisor of `holdfast train` holds the run folder already, for ranks on any host.
                     self._run_claim = self._claim_folder()
-                if self.team.first_here is first:
+                if self.rank_group.first_here is first:
                     self._claim()
             except (HoldfastError, OSError) as error:
                 trouble = error
             try:
-                agree(trouble, self.team.group)
+                agree(trouble, self.rank_group.group)
             except (HoldfastError, OSError) as error:
                 self.event("refused", reason=str(error))
                 self._give_up_claims()
                 raise
-        if self.team.first_here:
+        if self.rank_group.first_here:
             for wish in (STOP, SAVE):
-                (self.place.path / wish).unlink(missing_ok=True)
-            write_json(self.place.path / "settings.json", self._settings)
-            for removed in remove_stale(self.place.path.parent.parent, self.place):
-                say(f"freed the memory of the run {removed}, which is dead")
-            start_keeper(self.place)
-        self.team.meet()
+                (self.run_memory.path / wish).unlink(missing_ok=True)
+            write_json(self.run_memory.path / "settings.json", self._settings)
+            for removed in remove_stale(self.run_memory.path.parent.parent, self.run_memory):
+                log(f"freed the memory of the run {removed}, which is dead")
+            start_keeper(self.run_memory)
+        self.rank_group.open_status_pages()
         self._say_last_words_at_the_end()
-        self.event("started", world=self.team.world, nodes=len(set(self.team.nodes)), restart=self.desk["restarts"])
+        self.event(
+            "started", world=self.rank_group.world, nodes=len(set(self.rank_group.nodes)), restart=self.page["restarts"]
+        )
 
     def _claim(self) -> None:
         """The ranks of an attempt that was just ended may take a moment to die."""
         deadline = time.monotonic() + MOVE_IN_SECONDS
         while True:
-            with self.place.locked():
-                self.place.make()
-                self.desk = Desk(self.place.path / desk_name(self.team.rank))
-                if not self.desk.occupied():
-                    self.reached = self.desk["step"]
+            with self.run_memory.locked():
+                self.run_memory.make()
+                self.page = RankStatus(self.run_memory.path / status_page_name(self.rank_group.rank))
+                if not self.page.owner_alive():
+                    self.reached = self.page["step"]
                     """the step that the rank at this desk had reached before"""
-                    self.desk.sit_down()
+                    self.page.claim()
                     return
             if time.monotonic() > deadline:
                 raise HoldfastError(
-                    f"a run called {self.place.name} with the folder {self.place.folder} is alive already (process "
-                    f"{self.desk['process']} is its rank {self.team.rank}); end it with `holdfast persist "
-                    f"{self.place.folder} --stop`, or choose another name"
+                    f"a run called {self.run_memory.name} with the folder {self.run_memory.folder} is alive already (process "
+                    f"{self.page['process']} is its rank {self.rank_group.rank}); end it with `holdfast persist "
+                    f"{self.run_memory.folder} --stop`, or choose another name"
                 )
             time.sleep(0.05)
 
@@ -180,15 +182,15 @@ class Snapshots:
         except RunInUse:
             raise
         except (HoldfastError, OSError) as error:  # a full disk must not keep a run from its memory
-            say(f"warning: {self.folder} cannot be claimed, so a start on another host would not be refused: {error}")
+            log(f"warning: {self.folder} cannot be claimed, so a start on another host would not be refused: {error}")
             return None
 
     def _give_up_claims(self) -> None:
         """What this start claimed before another rank was refused."""
         if self._run_claim is not None:
             self._run_claim.release()
-        if hasattr(self, "desk") and self.desk["process"] == os.getpid():
-            self.desk["status"] = 0
+        if hasattr(self, "page") and self.page["process"] == os.getpid():
+            self.page["status"] = 0
 
     @contextmanager
     def _os_errors_explained(self) -> Iterator[None]:
@@ -196,7 +198,7 @@ class Snapshots:
         try:
             yield
         except OSError as error:
-            raise HoldfastError(f"no snapshots of {self.place.name} in {self.place.path}: {error}") from error
+            raise HoldfastError(f"no snapshots of {self.run_memory.name} in {self.run_memory.path}: {error}") from error
 
     def _check_order(self) -> None:
         if self._copy is not None:
@@ -210,12 +212,12 @@ class Snapshots:
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self.desk.say_last_words(f"{kind.__name__}: {error}")
+            self.page.set_error_text(f"{kind.__name__}: {error}")
             previous(kind, error, trace)
 
         sys.excepthook = hook
         if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-            stacks = self.place.path / f"rank-{self.team.rank:05d}.stacks"
+            stacks = self.run_memory.path / f"rank-{self.rank_group.rank:05d}.stacks"
             self._stacks = open(stacks, "w", opener=open_private)  # noqa: SIM115
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
 
@@ -225,9 +227,9 @@ class Snapshots:
         self._ready = -1  # steps that are repeated are held as new ones
         self._candidates = ()
         self._shipping = None
-        self.desk.forget_held()
-        self.desk["shipped"] = 0
-        self.desk.beat(1)
+        self.page.clear_held()
+        self.page["shipped"] = 0
+        self.page.beat(1)
         try:
             with self._os_errors_explained():
                 found = restore(self)
@@ -238,27 +240,27 @@ class Snapshots:
         self._saved = 0 if found.in_place else found.step  # what came from disk is there
         self._resumed, self._requested = found.step, None
         self._committed = found.step if found.in_place else None
-        self.desk["committed"] = self._committed or 0
+        self.page["committed"] = self._committed or 0
         self._sequence = found.sequence
         self._holder.adopt(found.arena)
         self._holder.publish_held()
-        self.desk["step"] = found.step
-        self.desk.beat(2)
+        self.page["step"] = found.step
+        self.page.beat(2)
         return found.step
 
     def commit(self) -> None:
         """Waits until the last snapshot is whole. Call it after backward and before anything changes the state."""
         begin = time.perf_counter()
-        self.desk.beat(3)
+        self.page.beat(3)
         self._finish_copy()
-        if not self.team.one_node:
+        if not self.rank_group.one_node:
             self._tell_the_team()
-        self.desk.beat(2)
+        self.page.beat(2)
         self.stall_seconds += time.perf_counter() - begin
 
     def _tell_the_team(self) -> None:
-        self._save_wished = self._save_wished or (self.team.first_here and self._wishes.take_save())
-        if self.team.announce(self._ready, self._wishes.look() is not None, self._save_wished):
+        self._save_wished = self._save_wished or (self.rank_group.first_here and self._wishes.pop_save_request())
+        if self.rank_group.start_exchange(self._ready, self._wishes.look() is not None, self._save_wished):
             self._save_wished = False
 
     def take(self, step: int) -> None:
@@ -266,7 +268,7 @@ class Snapshots:
         self.stall_seconds = 0.0
         begin = time.perf_counter()
         self._step = step
-        self.desk["step"] = step
+        self.page["step"] = step
         self._gate()
         if self._save_waits:
             self._save_newest()
@@ -276,14 +278,14 @@ class Snapshots:
         self._takes_unasked += 1
         if self._takes_unasked > 1 and self._wishes.signal is not None:
             self._end_by_signal(self._wishes.signal)
-        self.desk.beat(2)
+        self.page.beat(2)
         self.stall_seconds += time.perf_counter() - begin
 
     def _end_by_signal(self, number: int) -> None:
         """The loop never asks `stop_requested`, so the signal does what it would have done without us, once the snapshot is
         whole; the keeper then writes it to disk."""
         self._finish_copy()
-        say(
+        log(
             f"ended by {signal.Signals(number).name} after step {self._step}; the keeper writes this step to {self.folder}"
         )
         self._wishes.close()
@@ -303,10 +305,10 @@ class Snapshots:
     def _meet(self, purpose: str) -> None:
         """All ranks are here, some to save, some to make a plan: a plan that any of them needs is made first."""
         while True:
-            told = self.team.gather([purpose, self._holder.changed()])
+            told = self.rank_group.gather([purpose, self._holder.changed()])
             if not any(other == PLANNING or changed for other, changed in told):
                 return
-            self.team.plan_is_made()
+            self.rank_group.plan_is_made()
             try:
                 with self._os_errors_explained():
                     self._holder.make_plan(self._small_bytes)
@@ -325,21 +327,23 @@ class Snapshots:
             self._finish_copy()
 
     def _save_newest(self) -> None:
-        told = self.team.gather([self._holder.pinned(), self._ready])
+        told = self.rank_group.gather([self._holder.pinned(), self._ready])
         self._save_waits = any(pinned for pinned, _ in told) or len({ready for _, ready in told}) > 1
         if self._save_waits:
             return
         step, token = self._ready, self._pin_for_save(self._ready)
-        path = self.place.requests / f"{time.monotonic_ns():020d}-save.json"
-        asked = all(self.team.gather(token is not None))  # all slots are pinned before any keeper may release them
+        path = self.run_memory.requests / f"{time.monotonic_ns():020d}-save.json"
+        asked = all(
+            self.rank_group.gather(token is not None)
+        )  # all slots are pinned before any keeper may release them
         try:
-            if asked and self.team.first_here:
+            if asked and self.rank_group.first_here:
                 request = {"kind": "save", "step": step, "token": token, "retention": self._retention}
                 write_json(path, {**request, "resumed": self._resumed})
         except OSError as error:
             asked = False
             self._report("not saved", step, f"the request to the keeper could not be written: {error}")
-        if all(self.team.gather(asked)):
+        if all(self.rank_group.gather(asked)):
             self._requested = (step, str(token))
         else:
             self._holder.pin(step, False)
@@ -358,14 +362,14 @@ class Snapshots:
     def stop_requested(self) -> bool:
         """True on all ranks after the same step, when anybody asked the run to stop. Ask it once per step, after `take`."""
         self._takes_unasked = 0
-        if self.team.one_node:
-            self._stop_agreed = self.team.stop_here(self._step, self._wishes.look() is not None)
+        if self.rank_group.one_node:
+            self._stop_agreed = self.rank_group.stop_here(self._step, self._wishes.look() is not None)
         return self._stop_agreed
 
     def report_nan(self) -> None:
         """The loss has become NaN or infinite. A state after which two resumed runs met that soon is set aside by `restore`, if
         there is an older one."""
-        if self.team.rank == 0:
+        if self.rank_group.rank == 0:
             self.nan_guard.report(self._step)
 
     def close(self) -> None:
@@ -384,8 +388,8 @@ class Snapshots:
         except HoldfastError as error:  # on all ranks
             unsaved = error
         self._holder.close()
-        self.desk["status"] = STOPPED if stopped else FINISHED
-        self.desk.beat(6)
+        self.page["status"] = STOPPED if stopped else FINISHED
+        self.page.beat(6)
         if self._run_claim is not None:
             self._run_claim.release()
         self._wishes.close()
@@ -408,7 +412,9 @@ class Snapshots:
         self._keeper.expect_save()
         if self._step not in (0, self._saved):
             self.save(self._step)
-        while self._save_waits and all(self.team.gather(time.monotonic() < deadline and not self._keeper.has_failed())):
+        while self._save_waits and all(
+            self.rank_group.gather(time.monotonic() < deadline and not self._keeper.has_failed())
+        ):
             time.sleep(0.05)
             self._look_after_keeper()
             # A rank that had no slot for the last step would wait for ever for the others to hold what it holds.
@@ -423,16 +429,16 @@ class Snapshots:
         if self._save_waits:
             step, token = self._step, ""
         try:
-            if self.team.first_here and (self._requested or self._save_waits):
+            if self.rank_group.first_here and (self._requested or self._save_waits):
                 self._keeper.wait_for_save(step, token, deadline)
             if step != self._step:
                 raise HoldfastError(
-                    f"step {self._step} is not on disk: it could not be copied to {self.place.path}. Step {step} is the last "
-                    f"that was saved to {self.folder}"
+                    f"step {self._step} is not on disk: it could not be copied to {self.run_memory.path}. Step "
+                    f"{step} is the last that was saved to {self.folder}"
                 )
         except (HoldfastError, OSError) as error:
             trouble = error
-        agree(trouble, self.team.group)
+        agree(trouble, self.rank_group.group)
 
     def event(self, name: str, **details: Any) -> None:
         """One line in the run's events.jsonl, from rank 0."""
@@ -444,7 +450,7 @@ class Snapshots:
         if copy is None:
             return
         while not copy.done.wait(SLOW_COPY_SECONDS):
-            say(f"still waiting for the snapshot of step {copy.step} to be copied; is the device or the memory stuck?")
+            log(f"still waiting for the snapshot of step {copy.step} to be copied; is the device or the memory stuck?")
         if copy.trouble:
             self._report("discarded", copy.step, copy.trouble)
         else:
@@ -454,19 +460,19 @@ class Snapshots:
     def _gate(self) -> None:
         """Learns whether everybody holds what this rank held last; after that the older snapshot may be overwritten."""
         self._finish_copy()
-        if self.team.one_node and self._ready in (-1, self._committed):
+        if self.rank_group.one_node and self._ready in (-1, self._committed):
             return
-        self.desk.beat(5)
-        heard = self.team.hear(self._ready)
+        self.page.beat(5)
+        heard = self.rank_group.finish_exchange(self._ready)
         if heard.committed is not None:
-            self._committed = self.desk["committed"] = heard.committed
+            self._committed = self.page["committed"] = heard.committed
         self._candidates, self._plan_heard = heard.candidates, heard.plan
         self._stop_agreed |= heard.stop
         self._save_waits |= heard.save
         if self._holder.copied:
             self._choose_for_peers(heard)
 
-    def _choose_for_peers(self, heard: Heard) -> None:
+    def _choose_for_peers(self, heard: Exchange) -> None:
         """All nodes copy the same step to their peers, and keep their own of it until all have copied a newer one: what is left
         when a node is lost is of one step. The same on all ranks, since all heard the same."""
         if heard.committed is None or heard.committed < 0 or self._shipping not in (None, heard.shipped):
@@ -475,7 +481,7 @@ class Snapshots:
         self._holder.keep_for_peers((copied, self._shipping))
 
     def _begin_copy(self, step: int) -> None:
-        self.desk.beat(4)
+        self.page.beat(4)
         if not self._plan_fits(step):
             return
         self._sequence += 1
@@ -484,10 +490,10 @@ class Snapshots:
             self._holder.refresh()
             self._copy = self._holder.begin(step, self._sequence, small, random, self._committed, self._candidates)
         except OSError as error:
-            self._report("skipped", step, f"{self.place.path}: {error.strerror or error}")
+            self._report("skipped", step, f"{self.run_memory.path}: {error.strerror or error}")
             return
         if self._copy is None:
-            late = self.team.late_rank(self._candidates[0]) if self._candidates else None
+            late = self.rank_group.late_rank(self._candidates[0]) if self._candidates else None
             self._report(
                 "skipped",
                 step,
@@ -498,12 +504,12 @@ class Snapshots:
 
     def _plan_fits(self, step: int) -> bool:
         """Makes the plan where it is due, on all ranks after the same step; False if this rank must wait for that."""
-        due = self.team.plan_due(step) if self.team.one_node else self._plan_heard
+        due = self.rank_group.plan_due(step) if self.rank_group.one_node else self._plan_heard
         changed = self._holder.changed()
-        if self._holder.arena is None or due or (self.team.world == 1 and changed):
+        if self._holder.arena is None or due or (self.rank_group.world == 1 and changed):
             self._meet(PLANNING)
         elif changed:
-            self.team.request_plan()
+            self.rank_group.request_plan()
             self._report("skipped", step, "the tensors of this rank changed; all ranks agree on the new ones next")
             return False
         return True
@@ -511,7 +517,7 @@ class Snapshots:
     def _small_bytes(self) -> int:
         size = len(orjson.dumps({**self._small_state(), "random": encode(random_state(), "random state")}))
         if size > LARGE_SMALL_STATE:
-            say(
+            log(
                 f"the small state takes {size / 1e6:.0f} MB and is written as JSON at every step: give large tensors (an average "
                 "of the weights) as a model beside the model, torch.nn.ModuleDict({'model': ..., 'average': ...}), not as extra"
             )
@@ -524,21 +530,21 @@ class Snapshots:
             "padded_rows": self.state.padded_rows,
             "layout": self._layout_note,
             "shared": self._shared,
-            "world": self.team.world,
-            "here": self.team.here,
+            "world": self.rank_group.world,
+            "here": self.rank_group.here,
             **self._holder.plan,
         }
 
     def _look_after_keeper(self) -> None:
         """A keeper that died or hangs is replaced; the new one finds everything where it was."""
-        if self.team.first_here:
+        if self.rank_group.first_here:
             self._keeper.check()
 
     def _report(self, what: str, step: int, reason: str) -> None:
         self.skipped += 1
-        self.desk["skipped"], self.desk["given_up"] = self.skipped, step
+        self.page["skipped"], self.page["given_up"] = self.skipped, step
         if not self._skipping:  # the first of many in a row
-            say(f"snapshot of step {step} {what}: {reason}")
+            log(f"snapshot of step {step} {what}: {reason}")
             self.event("snapshot", step=step, outcome=what, reason=reason)
         self._skipping = True
 

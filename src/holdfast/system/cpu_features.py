@@ -23,7 +23,7 @@ from typing import Literal
 from holdfast.system.atomic_files import publish_text
 from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import this_machine
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX = "AVX512_CORE_FP16"
@@ -97,7 +97,7 @@ def avoid_amx_traps(probe: Probe = DEFAULT) -> Amx:
     if found in ("traps", "unknown"):
         os.environ[VARIABLE] = WITHOUT_AMX
         why = "ends processes with SIGILL" if found == "traps" else "could not be tested"
-        say(f"AMX on this CPU {why}: oneDNN runs without it ({VARIABLE}={WITHOUT_AMX})")
+        log(f"AMX on this CPU {why}: oneDNN runs without it ({VARIABLE}={WITHOUT_AMX})")
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 RECORDS_KEPT = 10_000
 
@@ -69,7 +69,7 @@ class PatientJournal(Journal):
         self._waiting.append(_line(record))
         error = self._write_waiting()
         if error is not None and not reported:
-            say(f"warning: cannot write {self.path}: {error}; records are kept in memory until it can be written")
+            log(f"warning: cannot write {self.path}: {error}; records are kept in memory until it can be written")
 
     def close(self) -> None:
         self._write_waiting()

@@ -26,7 +26,7 @@ class Bar(Protocol):
     def total(self, amount: float) -> None: ...
 
 
-def this_process_speaks() -> bool:
+def should_log() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("SLURM_LOCALID", "0") == "0"
 
 
@@ -34,14 +34,14 @@ _copies: list[TextIO] = []
 
 
 def copy_lines_to(stream: TextIO) -> None:
-    """For a process whose stderr is redirected to a log: what `say` prints goes to this stream too, the user's terminal."""
+    """For a process whose stderr is redirected to a log: what `log` prints goes to this stream too, the user's terminal."""
     _copies.append(stream)
 
 
-def say(message: str, *, short: str | None = None) -> None:
+def log(message: str, *, short: str | None = None) -> None:
     """Prints a line on stderr; a terminal gets `short` where it is given. Ignores write errors: a full log disk must not
     stop the job."""
-    if this_process_speaks():
+    if should_log():
         for stream in (sys.stderr, *_copies):
             with contextlib.suppress(OSError):
                 print(short if short is not None and stream.isatty() else message, file=stream, flush=True)
@@ -55,7 +55,7 @@ def count_of(number: int, noun: str) -> str:
 @contextmanager
 def progress(title: str, total: float | None = None, unit: str = "B") -> Iterator[Bar]:
     """A bar over `total` units (`B` counts bytes in MB/s; any other unit is shown as its name)."""
-    if not this_process_speaks():
+    if not should_log():
         yield _SilentBar()
     elif sys.stderr.isatty():
         with _terminal_bar(title, total, unit) as bar:
@@ -112,7 +112,7 @@ class _PlainBar:
         if self._total and rate > 0 and self._total > done:
             left = f", {datetime.timedelta(seconds=round((self._total - done) / rate))} left"
         line = f"{self._title}: {done / scale:,.0f}{share} {unit}, {rate / scale:,.1f} {unit}/s{left} {self._note}"
-        say(line.rstrip())
+        log(line.rstrip())
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from holdfast.system.leases import (
     newest_lease,
     this_machine,
 )
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 FOLDER = ".claim"
 BEAT_SECONDS = 5.0
@@ -70,7 +70,7 @@ class RunClaim:
             try:
                 self._held.check()
             except LeaseLost:
-                say(f"{self._run}: another process took over the run, because this one showed no life; stopping")
+                log(f"{self._run}: another process took over the run, because this one showed no life; stopping")
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             with contextlib.suppress(OSError):  # a file system that is away for a moment, or a folder that was removed
@@ -138,7 +138,7 @@ class _HolderWatch:
             )
         if not local and not self._announced and now - self._began > LEAVE_SECONDS:
             self._announced = True
-            say(
+            log(
                 f"{self._run} was claimed by {lease.describe()}; waiting up to {lease_seconds():.0f} s to see whether that "
                 "process is alive"
             )

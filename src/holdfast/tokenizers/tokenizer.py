@@ -46,7 +46,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode(ids)
 
-    def anew(self) -> "Tokenizer":
+    def fresh_copy(self) -> "Tokenizer":
         """Another one that has seen nothing yet."""
         return Tokenizer(self.recipe, self._choice)
 

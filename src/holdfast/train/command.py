@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.command_line import flags
 from holdfast.config import Config, config_to_toml
 from holdfast.system.errors import REFUSED, HoldfastError, UsageError
-from holdfast.system.progress import count_of, say
+from holdfast.system.progress import count_of, log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def train_command(options: TrainOptions) -> None:
     nodes = f" on node {config.parallel.node_rank} of {config.parallel.nnodes}" if config.parallel.nnodes > 1 else ""
     into = f", run folder {config.train.save}" if config.train.save else ""
     for line in (f"starting {count_of(config.parallel.nproc_per_node, 'rank')}{nodes}{into}", *warnings):
-        say(line)
+        log(line)
     with _quiet_interrupt():
         from holdfast.train.run_files.result import print_result
         from holdfast.train.supervisor import start_ranks
@@ -127,7 +127,7 @@ def take_slurm(config: Config) -> Config:
     if config.parallel.rdzv_endpoint is None:
         raise UsageError("under srun with several nodes give --rdzv-endpoint HOST:PORT, HOST being the first node")
     node = int(os.environ["SLURM_NODEID"])
-    say(f"slurm: {nodes} nodes, this is node {node}, rendezvous at {config.parallel.rdzv_endpoint}")
+    log(f"slurm: {nodes} nodes, this is node {node}, rendezvous at {config.parallel.rdzv_endpoint}")
     return replace(config, parallel=replace(config.parallel, nnodes=nodes, node_rank=node))
 
 
@@ -142,13 +142,13 @@ def worker_main() -> None:
     try:
         _run_rank(supervised)
     except HoldfastError as error:
-        say(f"holdfast: error: {error}")
+        log(f"holdfast: error: {error}")
         os._exit(2 if isinstance(error, UsageError) else 1)
     except RuntimeError as error:
         if not str(error).startswith(REFUSED):
             _fail()
         if not supervised:  # the supervisor reports it once for all ranks
-            say(f"holdfast: error: {str(error).removeprefix(REFUSED)}")
+            log(f"holdfast: error: {str(error).removeprefix(REFUSED)}")
         os._exit(1)
     except Exception:
         _fail()
@@ -170,7 +170,7 @@ def _run_rank(supervised: bool) -> None:
     config, _ = resolve(options.config, int(os.environ.get("WORLD_SIZE", "1")), given)
     if not supervised and config.train.save and os.environ.get("LOCAL_RANK", "0") == "0":
         for warning in check_memory(config.snapshot.snapshot_dir):
-            say(warning)
+            log(warning)
     if supervised or os.environ.get("RANK", "0") != "0":
         run_worker(config)
         return

@@ -17,7 +17,7 @@ from holdfast.models.initial import VOCABULARY_ROWS
 from holdfast.parallel.mesh import Grid
 from holdfast.snapshot import Snapshots
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 from holdfast.train.optim import LossScale
 
 # With snapshot_interval 0 only saves copy the state.
@@ -107,7 +107,7 @@ class Holding:
             for name, part in self._extra.items():
                 if name in shared.get("extra", {}):
                     part.load_state_dict(shared["extra"][name])
-        say(f"loaded {path}" + ("; starting at step 0 with its weights" if train.finetune else ""))
+        log(f"loaded {path}" + ("; starting at step 0 with its weights" if train.finetune else ""))
 
     def commit(self) -> float:
         """Waits until the last snapshot is whole; the milliseconds that snapshots cost since the commit before."""

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from holdfast.config import Config
 from holdfast.models.dropout import DropoutKeys
 from holdfast.models.flops import flops_per_token
-from holdfast.parallel.layout import Layout, padded_vocab_size
+from holdfast.parallel.layout import ParallelLayout, padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
-from holdfast.system.progress import say
-from holdfast.train.families import Feed, build_parts, compute_dtype, family_of
+from holdfast.system.progress import log
 from holdfast.train.holding import Holding, Progress
 from holdfast.train.metrics import Iteration, Reporter, name_terms
-from holdfast.train.optim import Arriving, GradientNorm, build_loss_scale, build_optimizer, clip_and_step
-from holdfast.train.schedule import Batches, batches_of, schedule_of
-from holdfast.train.step import Passes
+from holdfast.train.model_families import BatchFeed, build_parts, compute_dtype, family_of
+from holdfast.train.optim import GradientNorm, HostCopy, build_loss_scale, build_optimizer, clip_and_step
+from holdfast.train.schedule import BatchSizeSchedule, batches_of, schedule_of
+from holdfast.train.step import ForwardBackward
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class Outcome:
     finished: bool
 
 
-def run_rank(config: Config, grid: Grid, feed: Feed) -> Outcome:
+def run_rank(config: Config, grid: Grid, feed: BatchFeed) -> Outcome:
     """Trains from wherever the run stands to its end."""
     return _Run(config, grid, feed).to_the_end()
 
 
 class _Run:
-    def __init__(self, config: Config, grid: Grid, feed: Feed) -> None:
+    def __init__(self, config: Config, grid: Grid, feed: BatchFeed) -> None:
         self.config, self.grid, self.feed = config, grid, feed
         assert config.model.vocab_size is not None
         self.parts = build_parts(config, grid, config.model.vocab_size)
         tied = TiedEmbedding(self.parts, grid, not config.model.untie_embeddings_and_output_weights)
         self.family = family_of(config)
-        self.passes = Passes(self.parts, grid, tied, self.family.terms, self._shapes())
+        self.passes = ForwardBackward(self.parts, grid, tied, self.family.terms, self._shapes())
         self.norm = GradientNorm(self.parts, grid, tied.copy)
         self.optimizer = build_optimizer(self.parts, config.optimizer)
         self.loss_scale = build_loss_scale(config.optimizer) if config.train.fp16 else None
-        self.batches: Batches = batches_of(config, grid.layout.data)
+        self.batches: BatchSizeSchedule = batches_of(config, grid.layout.data)
         self.schedule = schedule_of(config, self.batches)
         self.iterations = self.batches.iterations(config.train.train_iters)
         self.progress = Progress()
@@ -104,7 +104,7 @@ class _Run:
         stall = self.holding.commit()  # the last snapshot is whole before this exchange: it is the commit barrier
         sums = self.norm.reduce(*means)
         sums[0] /= scale
-        arriving = Arriving(sums)
+        arriving = HostCopy(sums)
         self.update_weights(sums[0], scale, lr)
         sums = arriving.wait()
         overflow = not math.isfinite(sums[0])
@@ -168,7 +168,7 @@ class _Run:
         self.reporter.report(self.pending, self.progress.skipped)
         self.pending = None
 
-    def _reporter(self, layout: Layout) -> Reporter:
+    def _reporter(self, layout: ParallelLayout) -> Reporter:
         config = self.config
         assert config.model.vocab_size is not None
         padded = padded_vocab_size(config.model.vocab_size, config.model, layout.tensor)
@@ -206,5 +206,5 @@ def _seed_of(place: str) -> int:
     return int.from_bytes(digest, "little") % 2**63
 
 
-def tell_start(config: Config, layout: Layout) -> None:
-    say(f"training {config.model.model_type} on {layout.words()}")
+def log_start(config: Config, layout: ParallelLayout) -> None:
+    log(f"training {config.model.model_type} on {layout.words()}")

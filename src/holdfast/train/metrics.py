@@ -18,7 +18,7 @@ from torch import Tensor
 
 from holdfast.models.flops import peak_flops
 from holdfast.system.journal import PatientJournal
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 COLUMNS = 80
 
@@ -87,10 +87,10 @@ class Reporter:
         if self.first_step_seconds is None:
             self.first_step_seconds = done.ended - self._since
             self._first = done
-            say(f"first step took {self.first_step_seconds:.2f} s (start-up of kernels and compilation included)")
+            log(f"first step took {self.first_step_seconds:.2f} s (start-up of kernels and compilation included)")
         if not (math.isfinite(loss) and math.isfinite(norm)):
             first = done.consumed_samples - done.batch_size
-            say(
+            log(
                 f"warning: iteration {done.iteration}: loss {loss}, gradient norm {norm}; step skipped; "
                 f"the batch was samples {first} to {done.consumed_samples - 1}"
             )
@@ -129,7 +129,7 @@ class Reporter:
         return pace * (self._iterations - done.iteration)
 
     def _publish(self, record: dict[str, Any], done: Iteration, terms: list[str]) -> None:
-        say(
+        log(
             iteration_line(record, done.batch_size, self._iterations, terms),
             short=terminal_line(record, self._iterations, self._seconds_left(done)),
         )
@@ -139,7 +139,7 @@ class Reporter:
             self._draw(record)
         except OSError as error:
             self._board = None
-            say(f"warning: cannot write TensorBoard's event files: {error}; this run writes no more of them")
+            log(f"warning: cannot write TensorBoard's event files: {error}; this run writes no more of them")
 
     def _draw(self, record: dict[str, Any]) -> None:
         for key, value in record.items():

@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 from holdfast.train.checks.host_checks import listen
 
 FIRST_LINE_SECONDS, LINE_SECONDS = 3.0, 10.0
@@ -35,7 +35,7 @@ class _Wait:
             )
         if waited >= self._next:
             self._next += LINE_SECONDS
-            say(f"waiting for {missing}, {waited:.0f} s of {self._limit:.0f} s")
+            log(f"waiting for {missing}, {waited:.0f} s of {self._limit:.0f} s")
 
 
 def meet_nodes(host: str, port: int, node: int, nodes: int, limit: float) -> TCPStore:

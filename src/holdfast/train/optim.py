@@ -99,7 +99,7 @@ class GradientNorm:
         return together
 
 
-class Arriving:
+class HostCopy:
     """Numbers on their way from the device to the host, while the device goes on with what comes after them."""
 
     def __init__(self, numbers: Tensor) -> None:

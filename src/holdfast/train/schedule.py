@@ -55,7 +55,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchSizeSchedule:
     """How many samples each step takes, and how many the run has."""
 
     full: int
@@ -85,7 +85,7 @@ class Batches:
         return steps
 
 
-def batches_of(config: Config, data_parallel: int) -> Batches:
+def batches_of(config: Config, data_parallel: int) -> BatchSizeSchedule:
     train = config.train
     if (train.train_iters is None) == (train.train_samples is None):
         raise HoldfastError("give either train_iters or train_samples: how long the run is")
@@ -94,19 +94,19 @@ def batches_of(config: Config, data_parallel: int) -> Batches:
     if increment and (full - start) % increment:
         raise HoldfastError(f"rampup_batch_size: {start} does not reach {full} in steps of {increment}")
     if train.train_samples is not None:
-        return Batches(full, start, increment, ramp, train.train_samples)
+        return BatchSizeSchedule(full, start, increment, ramp, train.train_samples)
     assert train.train_iters is not None
-    plan = Batches(full, start, increment, ramp, 0)
+    plan = BatchSizeSchedule(full, start, increment, ramp, 0)
     consumed = 0
     for step in range(train.train_iters):
         if increment == 0 or consumed > ramp:
             consumed += (train.train_iters - step) * full
             break
         consumed += plan.size(consumed)
-    return Batches(full, start, increment, ramp, consumed)
+    return BatchSizeSchedule(full, start, increment, ramp, consumed)
 
 
-def schedule_of(config: Config, batches: Batches) -> Schedule:
+def schedule_of(config: Config, batches: BatchSizeSchedule) -> Schedule:
     options, full = config.optimizer, batches.full
     if config.train.train_samples is not None:
         decay = options.lr_decay_samples or batches.total_samples

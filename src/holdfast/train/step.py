@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.parallel.data import GradientSum
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding, build_schedule
-from holdfast.parallel.tensor import settle_gradients
+from holdfast.parallel.tensor import reduce_partial_gradients
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PassInputs:
 def _unwatched(phase: str) -> None: ...
 
 
-class Passes:
+class ForwardBackward:
     """Forward and backward of this rank's stages over the micro batches of a step.
 
     `begin` is told the name of each phase when the phase begins; nobody listens unless someone takes its place.
@@ -94,7 +94,7 @@ class Passes:
         self.begin("communication")
         if self._sum is not None:
             self._sum.wait()
-        settle_gradients(self._parameters)
+        reduce_partial_gradients(self._parameters)
         self._tied.add_up_gradients()
         return means / (scale * self._averaged)
 

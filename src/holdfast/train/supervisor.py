@@ -30,7 +30,7 @@ from holdfast.system.atomic_files import publish_text
 from holdfast.system.cpu_features import avoid_amx_traps, explain_sigill, reports_amx
 from holdfast.system.errors import REFUSED, HoldfastError
 from holdfast.system.journal import PatientJournal
-from holdfast.system.progress import count_of, say
+from holdfast.system.progress import count_of, log
 from holdfast.train.checks.host_checks import endpoint_of
 from holdfast.train.ending import describe_end
 from holdfast.train.nodes import meet_nodes
@@ -96,7 +96,7 @@ class Supervisor(LocalElasticAgent):
 
     def _report(self, rank: int, failure: ProcessFailure, cause: str) -> None:
         left = count_of(self._remaining_restarts, "restart")
-        say(
+        log(
             f"rank {rank} failed: {cause}"
             + (f"; starting all ranks again ({left} left)" * (self._remaining_restarts > 0))
         )
@@ -106,7 +106,7 @@ class Supervisor(LocalElasticAgent):
         path = rank_log(self._logs, rank)
         lines = last_lines(path)
         if lines:
-            say("\n".join([f"the end of {path}:", *(f"  | {line}" for line in lines)]))
+            log("\n".join([f"the end of {path}:", *(f"  | {line}" for line in lines)]))
 
 
 def describe_failure(failure: ProcessFailure) -> str:
@@ -146,7 +146,7 @@ def start_ranks(config: Config) -> None:
             shutil.rmtree(logs, ignore_errors=True)
     if config.parallel.node_rank == 0:
         for line in describe_end(config):
-            say(line)
+            log(line)
 
 
 def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
@@ -167,7 +167,7 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
             result = supervisor.run()
         except SignalException as stopped:
             where = f"; the same command continues from {folder}" if folder else "; nothing was kept (no --save)"
-            say(f"stopped by {signal.Signals(stopped.sigval).name}{where}")
+            log(f"stopped by {signal.Signals(stopped.sigval).name}{where}")
             sys.exit(0 if stopped.sigval in (signal.SIGTERM, signal.SIGUSR1) else 128 + stopped.sigval)
         except DistError as error:
             raise HoldfastError(f"lost the connection to the other nodes of the run: {error}") from error

@@ -15,9 +15,9 @@ from holdfast.parallel.layout import layout_of
 from holdfast.parallel.mesh import build_grid, pick_device
 from holdfast.system.cpu_features import avoid_amx_traps
 from holdfast.system.errors import REFUSED, HoldfastError
-from holdfast.system.progress import say
-from holdfast.train.families import Feed
-from holdfast.train.loop import Outcome, run_rank, tell_start
+from holdfast.system.progress import log
+from holdfast.train.loop import Outcome, log_start, run_rank
+from holdfast.train.model_families import BatchFeed
 
 
 class Refused(RuntimeError):
@@ -65,11 +65,11 @@ def _run(config: Config) -> Outcome:
     layout = layout_of(config.parallel, int(os.environ["WORLD_SIZE"]))
     join_ranks(device, timedelta(minutes=config.parallel.distributed_timeout_minutes))
     grid = build_grid(layout, device)
-    feed = Feed(config, grid)
-    tell_start(config, layout)
+    feed = BatchFeed(config, grid)
+    log_start(config, layout)
     outcome = run_rank(config, grid, feed)
     dist.barrier()
-    say(f"finished after step {outcome.step}" if outcome.finished else f"stopped on request at step {outcome.step}")
+    log(f"finished after step {outcome.step}" if outcome.finished else f"stopped on request at step {outcome.step}")
     # Not after a failure: the others must not notice, and fail themselves, before the cause has been told.
     dist.destroy_process_group()
     return outcome

@@ -82,8 +82,8 @@ def test_who_left_is_not_counted_on(tmp_path):
 def test_persist_on_any_node_of_a_run_that_goes_on_writes_all_of_a_step(pair, oracle, node):  # noqa: F811
     pair.steps = 400
     launched = launch(pair)
-    wait_for(lambda: all(place.desks().get(rank) for rank, place in enumerate(places(pair))), "the ranks")
-    wait_for(lambda: places(pair)[1].desks()[1]["step"] >= 3, "the run to train")
+    wait_for(lambda: all(run_memory.pages().get(rank) for rank, run_memory in enumerate(places(pair))), "the ranks")
+    wait_for(lambda: places(pair)[1].pages()[1]["step"] >= 3, "the run to train")
     done = subprocess.run(
         [
             sys.executable,
@@ -117,8 +117,8 @@ def test_nodes_that_hold_different_newest_steps_write_the_one_that_both_hold(pai
     ((step, path),) = checkpoints_in(pair.folder)
     assert step == 4 and hash_on_disk(pair, step) == oracle(pair)[step]
     assert all(rank["random"] for rank in read_manifest(path).per_rank)
-    for place in places(pair):
-        os.kill(keeper_process(place), signal.SIGKILL)
+    for run_memory in places(pair):
+        os.kill(keeper_process(run_memory), signal.SIGKILL)
 
 
 @pytest.mark.distributed
@@ -134,10 +134,10 @@ def test_a_state_cut_over_two_nodes_is_written_by_both_after_a_crash_and_comes_b
 def halves(pair):  # noqa: F811
     """The memory of a run whose two nodes hold half of the state each, after a power cut; and the newest step of both."""
     launched = launch(pair)
-    wait_for(lambda: all(place.arenas() for place in places(pair)), "the nodes' memory")
-    wait_for(lambda: places(pair)[1].desks()[1]["ready"] >= 3, "the run to train")
+    wait_for(lambda: all(run_memory.arenas() for run_memory in places(pair)), "the nodes' memory")
+    wait_for(lambda: places(pair)[1].pages()[1]["ready"] >= 3, "the run to train")
     stop_everything(pair, launched)
-    arenas = [open_arenas(place.arenas(), place.key) for place in places(pair)]
+    arenas = [open_arenas(run_memory.arenas(), run_memory.key) for run_memory in places(pair)]
     yield arenas, max(set.intersection(*(set(persisting.common_steps(half)) for half in arenas)))
     for half in arenas:
         for arena in half:
@@ -180,8 +180,8 @@ def test_a_node_that_holds_everything_and_is_left_alone_does_not_wait_again(pair
     """The other node is gone, its keeper and its memory with it, and the scheduler ends this one."""
     pair.options = {}
     launched = launch(pair)
-    wait_for(lambda: all(place.arenas() for place in places(pair)), "the nodes' memory")
-    wait_for(lambda: places(pair)[alone].desks()[alone]["ready"] >= 3, "the run to train")
+    wait_for(lambda: all(run_memory.arenas() for run_memory in places(pair)), "the nodes' memory")
+    wait_for(lambda: places(pair)[alone].pages()[alone]["ready"] >= 3, "the run to train")
     left, gone = places(pair)[alone], places(pair)[1 - alone]
     os.kill(keeper_process(gone), signal.SIGKILL)
     launched.kill()

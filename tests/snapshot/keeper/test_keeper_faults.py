@@ -15,7 +15,7 @@ from holdfast.snapshot.keeper.rank_watch import Silence
 from holdfast.snapshot.keeper.starting import start_keeper
 from holdfast.snapshot.memory.arena import KEEPER, SLOTS, Arena
 from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, remove_stale, write_json
-from holdfast.snapshot.ranks.status_page import FINISHED, Desk, desk_name, start_time
+from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, start_time, status_page_name
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
 from tests.snapshot.harness import Fault, keeper_process, launch, nothing_left, wait_for
@@ -78,11 +78,11 @@ def test_a_run_whose_last_step_cannot_be_saved_fails_and_names_the_memory(disk, 
     filler = fill(disk)
     assert not launched.wait(run)
     assert [rank.exitcode for rank in launched.ranks] == [1, 1], "all ranks, by themselves"
-    place = place_of(run)
-    for status in place.desks().values():
-        assert "step 12 is not on disk: no room left on the disk" in status.last_words
-        assert f"still in memory, in {place.path}" in status.last_words
-        assert f"holdfast persist {place.folder} --snapshot-dir {run.memory}" in status.last_words
+    run_memory = place_of(run)
+    for status in run_memory.pages().values():
+        assert "step 12 is not on disk: no room left on the disk" in status.error_text
+        assert f"still in memory, in {run_memory.path}" in status.error_text
+        assert f"holdfast persist {run_memory.folder} --snapshot-dir {run.memory}" in status.error_text
     filler.unlink()
     wait_until_written(run, 12)
     assert hash_on_disk(run, 12) == oracle(run)[12]
@@ -118,7 +118,7 @@ def test_the_same_command_at_once_after_a_stop_resumes_from_memory_and_keeps_it(
     reached = newest_held(run)
     wait_for(lambda: newest_held(run) >= reached + 8, "the second start to go on after the keeper wrote")
     assert run.trace("restored")[-1]["step"] == ended and run.events("resumed")[-1]["source"] == "memory"
-    assert place_of(run).path.exists() and place_of(run).desks()[0].occupied()
+    assert place_of(run).path.exists() and place_of(run).pages()[0].owner_alive()
     again.kill()
     again.wait(run)
 
@@ -148,51 +148,53 @@ def test_a_file_system_that_turns_read_only_is_reported_and_used_again(run, read
 
 
 def test_a_keeper_starts_although_the_run_folder_cannot_be_written(run):
-    place = place_of(run)
-    place.make()
+    run_memory = place_of(run)
+    run_memory.make()
     run.folder.parent.mkdir(exist_ok=True)
     run.folder.write_text("not a folder")  # events.jsonl cannot be opened
-    write_json(place.path / "settings.json", {"here": [0], "linger_seconds": 600})
-    start_keeper(place)
-    process = keeper_process(place)
+    write_json(run_memory.path / "settings.json", {"here": [0], "linger_seconds": 600})
+    start_keeper(run_memory)
+    process = keeper_process(run_memory)
     time.sleep(1.0)
-    assert keeper_alive(place) and keeper_process(place) == process
+    assert keeper_alive(run_memory) and keeper_process(run_memory) == process
 
 
 def test_what_ranks_killed_while_they_start_leave_in_memory_is_removed(run):
-    place = place_of(run)
+    run_memory = place_of(run)
     run.folder.mkdir()
-    place.make()
-    write_json(place.path / "settings.json", {"here": [0]})
+    run_memory.make()
+    write_json(run_memory.path / "settings.json", {"here": [0]})
     dead, alive = subprocess.Popen(["true"]), os.getpid()
     dead.wait()
     names = [".rank-00000-of-00001.01234567.arena.{}-89abcdef.tmp", "pulled-{}-0123456789abcdef.arena"]
     for name in names:
         for process in (dead.pid, alive):
-            (place.path / name.format(process)).touch()
-    freed = place.path.with_name(".earlier-run.freed")
+            (run_memory.path / name.format(process)).touch()
+    freed = run_memory.path.with_name(".earlier-run.freed")
     freed.mkdir()
-    start_keeper(place)
-    wait_for(lambda: not any((place.path / name.format(dead.pid)).exists() for name in names), "the files to go", 20)
-    assert all((place.path / name.format(alive)).exists() for name in names)
-    remove_stale(run.memory, place)
+    start_keeper(run_memory)
+    wait_for(
+        lambda: not any((run_memory.path / name.format(dead.pid)).exists() for name in names), "the files to go", 20
+    )
+    assert all((run_memory.path / name.format(alive)).exists() for name in names)
+    remove_stale(run.memory, run_memory)
     assert not freed.exists()
 
 
 def test_a_keeper_that_cannot_start_is_reported_with_its_log(run):
-    place = place_of(run)
-    place.make()
-    (place.path / "run.json").write_text("damaged")
+    run_memory = place_of(run)
+    run_memory.make()
+    (run_memory.path / "run.json").write_text("damaged")
     with pytest.raises(HoldfastError, match="does not start: .*is not the memory of a run"):
-        start_keeper(place)
+        start_keeper(run_memory)
 
 
 def test_a_keeper_that_ends_again_and_again_is_reported_once_and_given_up(run, monkeypatch, capfd):
     monkeypatch.setattr(keeper_client, "CHECK_SECONDS", 0.5)
-    place = place_of(run)
-    place.make()
-    (place.path / "run.json").write_text("damaged")
-    client = keeper_client.KeeperClient(place)
+    run_memory = place_of(run)
+    run_memory.make()
+    (run_memory.path / "run.json").write_text("damaged")
+    client = keeper_client.KeeperClient(run_memory)
 
     def failed():
         client.check()
@@ -209,13 +211,13 @@ def test_an_earlier_failure_does_not_count_against_the_last_save(run, monkeypatc
     monkeypatch.setattr(keeper_client, "FAILED_SAVE_SECONDS", 0.5)
     monkeypatch.setattr(keeper_client, "CHECK_SECONDS", 0.0)
     run.folder.mkdir()
-    place = place_of(run)
-    place.make()
-    write_json(place.path / "settings.json", {"here": [0]})
-    start_keeper(place)
-    client = keeper_client.KeeperClient(place)
+    run_memory = place_of(run)
+    run_memory.make()
+    write_json(run_memory.path / "settings.json", {"here": [0]})
+    start_keeper(run_memory)
+    client = keeper_client.KeeperClient(run_memory)
     time.sleep(0.5)
-    record_failed_save(place, 3, "no room", None)
+    record_failed_save(run_memory, 3, "no room", None)
     client.check()
     time.sleep(0.6)
     assert client.has_failed()
@@ -227,44 +229,46 @@ START_WITH_A_HOST_NAME = """
 import socket, sys
 from pathlib import Path
 socket.sethostname("name.invalid")
-from holdfast.snapshot.memory.run_memory import Place, write_json
+from holdfast.snapshot.memory.run_memory import RunMemory, write_json
 from holdfast.snapshot.keeper.starting import start_keeper
-place = Place.of(sys.argv[1], sys.argv[2], sys.argv[3])
+place = RunMemory.of(sys.argv[1], sys.argv[2], sys.argv[3])
 write_json(place.path / "settings.json", {"nodes": [place.node, "another-host:/memory"], "here": [0], "mode": "peer"})
 start_keeper(place)
 """
 
 
 def test_a_host_name_without_an_address_does_not_end_the_keeper(run):
-    place = place_of(run)
+    run_memory = place_of(run)
     run.folder.mkdir()
-    place.make()
-    status = Desk(place.path / desk_name(0))
-    status.sit_down()
+    run_memory.make()
+    status = RankStatus(run_memory.path / status_page_name(0))
+    status.claim()
     command = ["unshare", "--uts", sys.executable, "-c", START_WITH_A_HOST_NAME, run.name, run.folder, run.memory]
     done = subprocess.run(command, capture_output=True, text=True)
     if "unshare" in done.stderr:
         pytest.skip("a host name of its own needs root")
     assert done.returncode == 0, done.stderr
-    process = keeper_process(place)
+    process = keeper_process(run_memory)
     time.sleep(1.5)
-    assert keeper_alive(place) and keeper_process(place) == process, (place.path / "keeper.log").read_text()
+    assert keeper_alive(run_memory) and keeper_process(run_memory) == process, (
+        run_memory.path / "keeper.log"
+    ).read_text()
     os.kill(process, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def watched_process(run, **settings):
     """A process that owns the status page of rank 0, and a keeper that watches it."""
-    place = place_of(run)
+    run_memory = place_of(run)
     run.folder.mkdir()
-    place.make()
-    write_json(place.path / "settings.json", {"here": [0], "kill_hung": True, **settings})
+    run_memory.make()
+    write_json(run_memory.path / "settings.json", {"here": [0], "kill_hung": True, **settings})
     child = subprocess.Popen(["sleep", "600"])
-    status = Desk(place.path / desk_name(0))
-    status.sit_down()
+    status = RankStatus(run_memory.path / status_page_name(0))
+    status.claim()
     status["process"], status["started"] = child.pid, start_time(child.pid)
     try:
-        yield place, status, child
+        yield run_memory, status, child
     finally:
         status["status"] = FINISHED
         child.kill()
@@ -273,9 +277,9 @@ def watched_process(run, **settings):
 
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_rank_is_killed_only_if_the_same_heartbeat_is_seen_again(run, beats):
-    with watched_process(run, hang_seconds=1.0) as (place, status, child):
+    with watched_process(run, hang_seconds=1.0) as (run_memory, status, child):
         status["heartbeat"] = 0
-        start_keeper(place)
+        start_keeper(run_memory)
         begin = time.monotonic()
         while time.monotonic() < begin + 4:
             if beats and time.monotonic() > begin + 2:

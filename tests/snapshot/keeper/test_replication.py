@@ -14,8 +14,8 @@ from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot.keeper import replication as peers
 from holdfast.snapshot.keeper.channel import Channel, run_identity
 from holdfast.snapshot.memory.arena import SLOTS
-from holdfast.snapshot.memory.run_memory import Place, open_arenas, read_json, write_json
-from holdfast.snapshot.ranks.status_page import Desk, desk_name
+from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
+from holdfast.snapshot.ranks.status_page import RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError
 from tests.disks import small_disk
 from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 
 def places(run):
-    return [Place.of(run.name, run.folder, run.memory / f"node{node}") for node in range(2)]
+    return [RunMemory.of(run.name, run.folder, run.memory / f"node{node}") for node in range(2)]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def shipped(run):
 
 def stop_everything(run, launched):
     """A power cut: ranks and keepers are gone at once; memory is as it was."""
-    keepers = [keeper_process(place) for place in places(run)]
+    keepers = [keeper_process(run_memory) for run_memory in places(run)]
     for process in keepers:
         os.kill(process, signal.SIGSTOP)
     launched.kill()
@@ -70,7 +70,7 @@ def test_a_lost_node_is_restored_from_its_peer(pair, check):
     wait_for(lambda: len(shipped(pair)) >= 6, "copies on the peer")
     stop_everything(pair, launched)
     shutil.rmtree(places(pair)[1].path)
-    reached = places(pair)[0].desks()[0]["step"]
+    reached = places(pair)[0].pages()[0]["step"]
     pair.pace = 0.0
     check(pair, lost=8, sources=("mixed", "peer"))
     assert reached - pair.events("resumed")[0]["step"] <= 8
@@ -81,16 +81,16 @@ def test_a_lost_node_is_restored_although_copying_takes_many_steps(pair, check, 
     """All that is left of the lost node is a copy of a step that is long past: the others must hold theirs of that step."""
     pair.steps, pair.pace = 400, 0.02
     launched = launch(pair)
-    wait_for(lambda: all(place.arenas() for place in places(pair)), "memory")
-    for place in places(pair):
-        (arena,) = open_arenas(place.arenas(), place.key)
+    wait_for(lambda: all(run_memory.arenas() for run_memory in places(pair)), "memory")
+    for run_memory in places(pair):
+        (arena,) = open_arenas(run_memory.arenas(), run_memory.key)
         slow = {"peer_bytes_per_second": arena.sizes.stride / 0.4}
-        write_json(place.path / "settings.json", {**read_json(place.path / "settings.json"), **slow})
+        write_json(run_memory.path / "settings.json", {**read_json(run_memory.path / "settings.json"), **slow})
         arena.close()
     before = len(shipped(pair))
     wait_for(lambda: len(shipped(pair)) >= before + 5, "copies on the peers")
     stop_everything(pair, launched)
-    copied, reached = shipped(pair)[-1], places(pair)[1 - lost].desks()[1 - lost]["step"]
+    copied, reached = shipped(pair)[-1], places(pair)[1 - lost].pages()[1 - lost]["step"]
     assert reached - copied > 3, "copying takes many steps"
     shutil.rmtree(places(pair)[lost].path)
     pair.pace, pair.steps = 0.0, reached + 10
@@ -110,7 +110,7 @@ def test_after_a_lost_node_a_second_crash_finds_everything_in_memory_too(pair, c
     before = len(shipped(pair))
     wait_for(lambda: len(shipped(pair)) >= before + 4, "copies of what followed")
     stop_everything(pair, launched)
-    reached = max(place.desks()[rank]["step"] for rank, place in enumerate(places(pair)))
+    reached = max(run_memory.pages()[rank]["step"] for rank, run_memory in enumerate(places(pair)))
     pair.pace = 0.0
     check(pair, lost=8, sources=("mixed", "peer", "memory"))
     resumed = pair.events("resumed")[1]
@@ -121,13 +121,13 @@ def test_a_node_and_its_peer_lost_leaves_the_disk(pair, check):
     pair.save_every = 4
     launched = launch(pair)
     wait_for(lambda: pair.events("persisted"), "a checkpoint")
-    keepers = [keeper_process(place) for place in places(pair)]
+    keepers = [keeper_process(run_memory) for run_memory in places(pair)]
     launched.kill()
     launched.wait(pair)
     for process in keepers:
         os.kill(process, signal.SIGKILL)
-    for place in places(pair):
-        shutil.rmtree(place.path)
+    for run_memory in places(pair):
+        shutil.rmtree(run_memory.path)
     pair.pace, pair.save_every = 0.0, 0
     check(pair, lost=30, sources=("disk",))
     assert pair.events("resumed")[0]["step"] % 4 == 0
@@ -187,8 +187,8 @@ def test_a_broken_and_damaging_link_delays_copies_and_stops_nothing(pair, check)
     wait_for(lambda: proxy.connections >= 3, "the shipment to be tried again")
     before = len(shipped(pair))
     wait_for(lambda: len(shipped(pair)) >= before + 3, "copies to arrive after all")
-    reached = places(pair)[0].desks()[0]["step"]
-    wait_for(lambda: places(pair)[0].desks()[0]["step"] > reached, "training to go on")
+    reached = places(pair)[0].pages()[0]["step"]
+    wait_for(lambda: places(pair)[0].pages()[0]["step"] > reached, "training to go on")
     launched.kill()
     launched.wait(pair)
     proxy.listener.close()
@@ -213,7 +213,7 @@ def test_a_keeper_that_is_just_starting_is_waited_for(pair):
 def request_as(identity, record):
     connection = socket.create_connection(("127.0.0.1", record["port"]))
     with Channel(connection, identity, server=False) as channel:
-        channel.send({"do": "get", "file": "rank-00000.desk", "slot": 0})
+        channel.send({"do": "get", "file": "rank-00000.status", "slot": 0})
         return channel.receive()
 
 
@@ -221,9 +221,9 @@ def test_a_peer_without_the_runs_key_is_rejected(pair, tmp_path):
     """Another run's key; no TLS; a relay of one keeper's handshake to itself. The keeper serves its peers all the while."""
     pair.steps = 4000
     launched = launch(pair)
-    place = places(pair)[0]
-    record = wait_for(lambda: read_json(peers.node_file(place, place.node)), "a keeper")
-    identity = run_identity(peers.keepers_folder(place))
+    run_memory = places(pair)[0]
+    record = wait_for(lambda: read_json(peers.node_file(run_memory, run_memory.node)), "a keeper")
+    identity = run_identity(peers.keepers_folder(run_memory))
     assert identity.stat().st_mode & 0o077 == 0
     with pytest.raises(OSError):
         request_as(run_identity(tmp_path / "stranger"), record)
@@ -254,9 +254,9 @@ def test_what_passes_between_keepers_is_encrypted(pair):
 def test_silent_connections_neither_end_the_keeper_nor_stay(pair):
     pair.steps = 4000
     launched = launch(pair)
-    place = places(pair)[0]
-    record = wait_for(lambda: read_json(peers.node_file(place, place.node)), "a keeper")
-    process = psutil.Process(keeper_process(place))
+    run_memory = places(pair)[0]
+    record = wait_for(lambda: read_json(peers.node_file(run_memory, run_memory.node)), "a keeper")
+    process = psutil.Process(keeper_process(run_memory))
     silent = [socket.create_connection(("127.0.0.1", record["port"])) for _ in range(300)]
     assert process.num_fds() < 200
     before = len(shipped(pair))
@@ -286,7 +286,9 @@ def test_a_node_without_peers_listens_only_while_another_one_restores_from_it(pa
     pair.options = {"mode": "node"}
     launched = launch(pair)
     wait_for(lambda: len(pair.trace("restored")) == 2, "the run to train")
-    wait_for(lambda: all(place.desks()[rank]["ready"] >= 4 for rank, place in enumerate(places(pair))), "snapshots")
+    wait_for(
+        lambda: all(run_memory.pages()[rank]["ready"] >= 4 for rank, run_memory in enumerate(places(pair))), "snapshots"
+    )
     assert not list(peers.keepers_folder(places(pair)[0]).glob("*.json"))
     stop_everything(pair, launched)
     shutil.rmtree(places(pair)[1].path)
@@ -317,15 +319,15 @@ def test_stops_are_agreed_over_nodes(pair):
 def test_a_rank_that_had_no_slot_for_the_last_step_saves_it_in_the_end(pair):
     pair.options, pair.steps, pair.save_every = {}, 20, 20
     launched = launch(pair)
-    place = places(pair)[1]
-    path = place.path / desk_name(1)
-    wait_for(lambda: path.exists() and Desk(path)["step"] >= 5, "the run to train")
-    desk = Desk(path)
-    (arena,) = open_arenas(place.arenas(), place.key)
+    run_memory = places(pair)[1]
+    path = run_memory.path / status_page_name(1)
+    wait_for(lambda: path.exists() and RankStatus(path)["step"] >= 5, "the run to train")
+    page = RankStatus(path)
+    (arena,) = open_arenas(run_memory.arenas(), run_memory.key)
     for index in range(SLOTS):  # as if its disk took its time
         arena.pin(index, True)
-    wait_for(lambda: desk["step"] == 20, "the last step")
-    wait_for(lambda: desk["skipped"] >= 5, "snapshots without a slot")
+    wait_for(lambda: page["step"] == 20, "the last step")
+    wait_for(lambda: page["skipped"] >= 5, "snapshots without a slot")
     for index in range(SLOTS):
         arena.pin(index, False)
     arena.close()

@@ -10,8 +10,8 @@ import pytest
 from holdfast.checkpoint import load, open_checkpoint
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot.keeper.starting import start_keeper
-from holdfast.snapshot.memory.run_memory import Place, keeper_alive, read_json, write_json
-from holdfast.snapshot.ranks.status_page import FINISHED, Desk, desk_name
+from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, read_json, write_json
+from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError
 from tests.disks import small_disk
 from tests.snapshot.harness import Fault, build, keeper_process, launch, nothing_left, state_hash, wait_for
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 
 def place_of(run):
-    return Place.of(run.name, run.folder, run.memory)
+    return RunMemory.of(run.name, run.folder, run.memory)
 
 
 def steps_on_disk(run):
@@ -185,8 +185,8 @@ def test_persist_and_stop_by_a_file_in_the_run_folder(run, check, oracle):
         launched = launch(run)
         wait_for(
             lambda: (
-                (run.trace("restored") and place_of(run).desks())
-                and all(desk["step"] > 3 for desk in place_of(run).desks().values())
+                (run.trace("restored") and place_of(run).pages())
+                and all(page["step"] > 3 for page in place_of(run).pages().values())
             ),
             "some steps",
         )
@@ -202,12 +202,12 @@ def test_persist_and_stop_by_a_file_in_the_run_folder(run, check, oracle):
 def test_the_memory_of_a_living_run_is_not_taken(run):
     run.steps, run.pace = 4000, 0.02
     first = launch(run)
-    wait_for(lambda: len(place_of(run).desks()) == 2, "the first run")
+    wait_for(lambda: len(place_of(run).pages()) == 2, "the first run")
     second = launch(run, attempt=7)
     assert not second.wait(run)
     refused = run.events("refused")
     assert refused and "holdfast persist" in refused[0]["reason"]
-    assert [desk["restarts"] for desk in place_of(run).desks().values()] == [0, 0]
+    assert [page["restarts"] for page in place_of(run).pages().values()] == [0, 0]
     first.kill()
     first.wait(run)
 
@@ -229,7 +229,7 @@ def test_runs_of_one_name_in_two_folders_do_not_meet(run, check, tmp_path):
 
 
 def test_stale_memory_is_freed_and_never_loaded(run, check):
-    stale = Place.of("old", run.folder, run.memory)
+    stale = RunMemory.of("old", run.folder, run.memory)
     stale.make()
     record = read_json(stale.path / "run.json")
     write_json(stale.path / "run.json", {**record, "boot": "another boot"})
@@ -261,7 +261,7 @@ def test_a_keeper_is_small(run):
     run.steps, run.pace = 300, 0.02
     launched = launch(run)
     process = keeper_process(place_of(run))
-    wait_for(lambda: place_of(run).desks() and place_of(run).desks()[0]["step"] > 5, "some steps")
+    wait_for(lambda: place_of(run).pages() and place_of(run).pages()[0]["step"] > 5, "some steps")
     import psutil
 
     assert psutil.Process(process).memory_full_info().uss < 100 << 20
@@ -282,22 +282,22 @@ def test_what_cannot_be_kept_is_refused_by_name(run, tmp_path):
 
 
 def test_a_keeper_whose_trainer_never_came_leaves_and_takes_the_folder_with_it(run):
-    place = place_of(run)
-    place.make()
-    write_json(place.path / "settings.json", {"linger_seconds": 0.5})
-    start_keeper(place)
-    wait_for(lambda: not place.path.exists(), "the folder to go")
-    wait_for(lambda: not keeper_alive(place), "the keeper to go")
+    run_memory = place_of(run)
+    run_memory.make()
+    write_json(run_memory.path / "settings.json", {"linger_seconds": 0.5})
+    start_keeper(run_memory)
+    wait_for(lambda: not run_memory.path.exists(), "the folder to go")
+    wait_for(lambda: not keeper_alive(run_memory), "the keeper to go")
 
 
 def test_a_keeper_that_does_not_know_its_ranks_leaves_a_living_one_its_memory(run):
-    place = place_of(run)
-    place.make()
-    write_json(place.path / "settings.json", {"linger_seconds": 0.2})  # nothing says whose desks are on this node
-    desk = Desk(place.path / desk_name(0))
-    desk.sit_down()
-    start_keeper(place)
+    run_memory = place_of(run)
+    run_memory.make()
+    write_json(run_memory.path / "settings.json", {"linger_seconds": 0.2})  # nothing says whose desks are on this node
+    page = RankStatus(run_memory.path / status_page_name(0))
+    page.claim()
+    start_keeper(run_memory)
     time.sleep(1.0)
-    assert place.path.exists() and keeper_alive(place)
-    desk["status"] = FINISHED
-    wait_for(lambda: not place.path.exists(), "the folder to go")
+    assert run_memory.path.exists() and keeper_alive(run_memory)
+    page["status"] = FINISHED
+    wait_for(lambda: not run_memory.path.exists(), "the folder to go")

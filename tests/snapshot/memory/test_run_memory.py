@@ -20,8 +20,8 @@ from holdfast.checkpoint.state import describe
 from holdfast.snapshot import Snapshots
 from holdfast.snapshot.memory.arena import WRITING, Arena, DamagedError, SlotHeader, sizes_for
 from holdfast.snapshot.memory.copier import Copier, Copy
-from holdfast.snapshot.memory.run_memory import Place, keeper_alive, lock_keeper, remove_stale
-from holdfast.snapshot.ranks.status_page import Desk, desk_name
+from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, lock_keeper, remove_stale
+from holdfast.snapshot.ranks.status_page import RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError
 from tests.disks import small_disk
 from tests.snapshot.harness import Run, abandon, keeper_process, launch, wait_for
@@ -77,41 +77,42 @@ def test_a_run_folder_shared_by_two_hosts_is_trained_by_one(tmp_path, memory):
 
 def test_a_start_during_the_keepers_clean_up_keeps_its_memory(tmp_path, memory):
     """The keeper of a run that ended frees the memory only if no new start has claimed it."""
-    place = Place.of("again", tmp_path, memory)
-    with place.locked():
-        place.make()
-        desk = Desk(place.path / desk_name(0))
-        desk.sit_down()
-        desk["status"] = 2
+    run_memory = RunMemory.of("again", tmp_path, memory)
+    with run_memory.locked():
+        run_memory.make()
+        page = RankStatus(run_memory.path / status_page_name(0))
+        page.claim()
+        page["status"] = 2
     from holdfast.snapshot.keeper.service import Keeper
     from holdfast.snapshot.keeper.status import keeper_status
 
-    keeper = Keeper(place, keeper_status(place))
-    desk.sit_down()
+    keeper = Keeper(run_memory, keeper_status(run_memory))
+    page.claim()
     assert not keeper._free()
-    assert desk.path.exists()
-    desk["status"] = 2
+    assert page.path.exists()
+    page["status"] = 2
     assert keeper._free()
-    assert not place.path.exists()
+    assert not run_memory.path.exists()
 
 
-def _ask_for_ever(place):
+def _ask_for_ever(run_memory):
     while True:
-        keeper_alive(place)
+        keeper_alive(run_memory)
 
 
 def test_looking_for_a_keeper_never_keeps_one_from_starting(tmp_path, memory):
-    place = Place.of("looked-at", tmp_path, memory)
-    place.make()
-    os.close(lock_keeper(place))
+    run_memory = RunMemory.of("looked-at", tmp_path, memory)
+    run_memory.make()
+    os.close(lock_keeper(run_memory))
     watchers = [
-        multiprocessing.get_context("fork").Process(target=_ask_for_ever, args=(place,), daemon=True) for _ in range(2)
+        multiprocessing.get_context("fork").Process(target=_ask_for_ever, args=(run_memory,), daemon=True)
+        for _ in range(2)
     ]
     for watcher in watchers:
         watcher.start()
     try:
         for _ in range(3000):
-            descriptor = lock_keeper(place)
+            descriptor = lock_keeper(run_memory)
             assert descriptor is not None
             os.close(descriptor)
     finally:
@@ -121,17 +122,17 @@ def test_looking_for_a_keeper_never_keeps_one_from_starting(tmp_path, memory):
 
 
 def test_memory_of_a_run_that_died_a_moment_ago_is_not_freed_whatever_its_files_times_are(tmp_path, memory):
-    place = Place.of("dead", tmp_path, memory)
-    place.make()
-    Desk(place.path / desk_name(0)).sit_down()
-    desk = Desk(place.path / desk_name(0))
-    desk["process"], desk["started"] = 1 << 22, 5  # a process that is no more
-    for path in [*place.path.rglob("*"), place.path]:
+    run_memory = RunMemory.of("dead", tmp_path, memory)
+    run_memory.make()
+    RankStatus(run_memory.path / status_page_name(0)).claim()
+    page = RankStatus(run_memory.path / status_page_name(0))
+    page["process"], page["started"] = 1 << 22, 5  # a process that is no more
+    for path in [*run_memory.path.rglob("*"), run_memory.path]:
         os.utime(path, (0, 0))
-    other = Place.of("other", tmp_path, memory)
+    other = RunMemory.of("other", tmp_path, memory)
     assert remove_stale(memory, other) == []
-    desk["heartbeat"] = time.monotonic_ns() - 25 * 3600 * 10**9
-    if desk["heartbeat"] > 0:  # the machine is up for longer than a day
+    page["heartbeat"] = time.monotonic_ns() - 25 * 3600 * 10**9
+    if page["heartbeat"] > 0:  # the machine is up for longer than a day
         assert remove_stale(memory, other) == ["dead"]
 
 
@@ -193,9 +194,9 @@ def test_a_folder_that_another_user_made_is_refused(tmp_path, memory):
 def test_links_in_place_of_files_are_not_followed(tmp_path, memory):
     secret = tmp_path / "secret"
     secret.write_bytes(b"x" * 4096)
-    place = Place.of("linked", tmp_path / "run", memory)
-    place.make()
-    (place.path / desk_name(0)).symlink_to(secret)
+    run_memory = RunMemory.of("linked", tmp_path / "run", memory)
+    run_memory.make()
+    (run_memory.path / status_page_name(0)).symlink_to(secret)
     with pytest.raises((HoldfastError, OSError)):
         Snapshots("linked", torch.nn.Linear(2, 2), folder=tmp_path / "run", memory=memory)
     assert secret.read_bytes() == b"x" * 4096
@@ -208,11 +209,11 @@ def test_links_in_place_of_files_are_not_followed(tmp_path, memory):
 
 
 def test_the_keeper_imports_nothing_from_the_folder_it_keeps_and_files_are_private(tmp_path, memory):
-    place = Place.of("private", tmp_path / "run", memory)
-    place.make()
+    run_memory = RunMemory.of("private", tmp_path / "run", memory)
+    run_memory.make()
     marker = tmp_path / "executed"
     for name in ("orjson", "numpy", "xxhash", "sitecustomize"):
-        (place.path / f"{name}.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise SystemExit(3)\n")
+        (run_memory.path / f"{name}.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise SystemExit(3)\n")
     before = os.umask(0)
     try:
         snapshots = Snapshots("private", torch.nn.Linear(2, 2), folder=tmp_path / "run", memory=memory)
@@ -221,11 +222,11 @@ def test_the_keeper_imports_nothing_from_the_folder_it_keeps_and_files_are_priva
             snapshots.commit()
             snapshots.take(step)
         snapshots.save(2)
-        process = keeper_process(place)
+        process = keeper_process(run_memory)
         assert os.readlink(f"/proc/{process}/cwd") == "/"
         open_to_others = [
             path
-            for path in [place.path.parent, *place.path.parent.rglob("*")]
+            for path in [run_memory.path.parent, *run_memory.path.parent.rglob("*")]
             if path.suffix != ".py" and path.exists() and stat.S_IMODE(path.lstat().st_mode) & 0o077
         ]
         snapshots.close()
@@ -273,7 +274,7 @@ FILL = """
     import os, sys, torch
     from pathlib import Path
     from holdfast.snapshot import Snapshots
-    from holdfast.snapshot.ranks.status_page import Desk
+    from holdfast.snapshot.ranks.status_page import RankStatus
 
     memory, run = Path(sys.argv[1]), sys.argv[2]
     model = torch.nn.Linear(64, 64)

@@ -2,7 +2,7 @@
 
 `claims`: two starts of one run and the keeper of an earlier one, which frees the memory. Each start reads the owner and then
 claims; the keeper finds all ranks gone and then removes the folder. With the lock these are one action each, after which a claim
-is checked again. Modelled as in `Snapshots._claim`, `Keeper._free` and `Place.free`.
+is checked again. Modelled as in `Snapshots._claim`, `Keeper._free` and `RunMemory.free`.
 
 `checkpoints`: a run that writes steps, loses the content of any checkpoint to damage, and crashes. What may be removed is decided
 by the real `retain` on real folders; the content of a checkpoint is one file, present while it is sound.

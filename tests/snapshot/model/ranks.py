@@ -3,8 +3,8 @@
 Modelled: ranks at any speed within `drift` steps; a copy that ends at any time; the look at the other rank and the choice of a
 slot as separate actions; the collective of several nodes in place of the look (`nodes=2`); the pins, the request and the
 keeper's actions one by one; `holdfast persist`; the keeper killed and replaced; all ranks killed at any state and restarted from
-memory or disk. The decisions are the real ones: `Team.hear`, `Desk.held` and `can_hold`, `Holder._free_slot` with `slots_to_use`,
-the limit of a wait may pass at any time.
+memory or disk. The decisions are the real ones: `RankGroup.finish_exchange`, `RankStatus.held` and `can_hold`,
+`SlotAllocator._free_slot` with `slots_to_use`; the limit of a wait may pass at any time.
 
 Not modelled: torn stores (a header has a checksum), damage, changed plans, copies to peer nodes, the agreement of several
 keepers on a step, retention (see files.py), time.
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.snapshot.memory.arena import EMPTY, NOTHING, READY, WRITING, SlotHeader
-from holdfast.snapshot.memory.slot_allocator import Holder
-from holdfast.snapshot.ranks.rank_group import Heard, Team
-from holdfast.snapshot.ranks.status_page import _FIELDS, NOT_HELD, SLOT_WORDS, Desk
+from holdfast.snapshot.memory.slot_allocator import SlotAllocator
+from holdfast.snapshot.ranks.rank_group import Exchange, RankGroup
+from holdfast.snapshot.ranks.status_page import _FIELDS, NOT_HELD, SLOT_WORDS, RankStatus
 
 SLOTS = 3
 NO_PINS = (False,) * SLOTS
@@ -128,8 +128,8 @@ def common(ranks: tuple[Rank, ...]) -> set[int]:
     return set.intersection(*(rank.held for rank in ranks))
 
 
-class ModelDesk(Desk):
-    """The words of a rank as they are in a state; the rules that read them are those of Desk."""
+class ModelDesk(RankStatus):
+    """The words of a rank as they are in a state; the rules that read them are those of RankStatus."""
 
     def __init__(self, rank: Rank) -> None:
         self._words: Any = [0] * len(_FIELDS)
@@ -138,7 +138,7 @@ class ModelDesk(Desk):
             held = slot < SLOTS and rank.slots[slot].state == READY
             self.set_held(slot, rank.slots[slot].step if held else NOT_HELD)
 
-    def occupied(self) -> bool:
+    def owner_alive(self) -> bool:
         return True
 
 
@@ -150,28 +150,28 @@ class LooseDesk(ModelDesk):
 
 
 @functools.lru_cache(maxsize=1 << 18)
-def look(ranks: tuple[Rank, ...], index: int, ready: int, exact: bool) -> Heard:
-    team = object.__new__(Team)
-    team.rank, team.one_node, team._patience = index, True, 0.0
-    team._desks = {i: (ModelDesk if exact else LooseDesk)(rank) for i, rank in enumerate(ranks)}
-    return team.hear(ready)
+def look(ranks: tuple[Rank, ...], index: int, ready: int, exact: bool) -> Exchange:
+    rank_group = object.__new__(RankGroup)
+    rank_group.rank, rank_group.one_node, rank_group._patience = index, True, 0.0
+    rank_group._pages = {i: (ModelDesk if exact else LooseDesk)(rank) for i, rank in enumerate(ranks)}
+    return rank_group.finish_exchange(ready)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def exchange(told: tuple[int, ...], ready: int) -> Heard:
+def exchange(told: tuple[int, ...], ready: int) -> Exchange:
     """What a rank learns from the all-reduce of what all ranks announced."""
-    team = object.__new__(Team)
-    team.one_node = False
+    rank_group = object.__new__(RankGroup)
+    rank_group.one_node = False
     lowest = [min(told), min(-one for one in told), 0, 0, 0, 0, 0]
-    team._gate = (SimpleNamespace(wait=lambda: None), torch.tensor(lowest, dtype=torch.int64))
-    return team.hear(ready)
+    rank_group._gate = (SimpleNamespace(wait=lambda: None), torch.tensor(lowest, dtype=torch.int64))
+    return rank_group.finish_exchange(ready)
 
 
 @functools.lru_cache(maxsize=1 << 18)
 def choose(
     slots: tuple[Slot, ...], pins: tuple[bool, ...], committed: int | None, candidates: tuple[int, ...]
 ) -> tuple[int | None, tuple[Slot, ...]]:
-    """The slot that Holder overwrites next, and the slots after it has given memory back."""
+    """The slot that SlotAllocator overwrites next, and the slots after it has given memory back."""
     after = list(slots)
 
     def empty(index: int) -> Any:
@@ -187,8 +187,8 @@ def choose(
         release=lambda index: None,
         reserve=lambda index: index < SLOTS,
     )
-    holder = object.__new__(Holder)
-    holder._copier, holder._desk = None, ModelDesk(Rank())
+    holder = object.__new__(SlotAllocator)
+    holder._copier, holder._page = None, ModelDesk(Rank())
     return holder._free_slot(arena, committed, candidates), tuple(after)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot import Snapshots
-from holdfast.snapshot.ranks.status_page import Desk, desk_name
+from holdfast.snapshot.ranks.status_page import RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError
 from tests.gloo import spawn_ranks
 from tests.snapshot.harness import abandon, wait_for
@@ -23,23 +23,23 @@ HIGH, LOW = -1, 0x0102030405060708
 
 
 def _store_for_ever(path):
-    desk = Desk(path)
+    page = RankStatus(path)
     while True:
-        desk["heartbeat"] = HIGH
-        desk["heartbeat"] = LOW
+        page["heartbeat"] = HIGH
+        page["heartbeat"] = LOW
 
 
 def test_a_status_word_is_read_as_it_was_stored_never_in_part(memory):
     """Two million loads beside another process's stores: a store that clears first, or goes byte by byte, shows."""
-    path = memory / desk_name(0)
-    desk = Desk(path)
-    desk["heartbeat"] = HIGH
+    path = memory / status_page_name(0)
+    page = RankStatus(path)
+    page["heartbeat"] = HIGH
     writer = multiprocessing.get_context("fork").Process(target=_store_for_ever, args=(path,), daemon=True)
     writer.start()
     try:
         both, deadline = 0, time.monotonic() + 60
         while both < 40 and time.monotonic() < deadline:
-            seen = {desk["heartbeat"] for _ in range(50_000)}
+            seen = {page["heartbeat"] for _ in range(50_000)}
             assert seen <= {HIGH, LOW}, f"values that were never stored: {seen - {HIGH, LOW}}"
             both += len(seen) == 2
         assert both, "loads and stores must meet, or this shows nothing"
@@ -88,9 +88,9 @@ def test_the_optimizer_inside_a_wrapper_is_watched_too(tmp_path, memory):
 
 def _drift(folder, memory, steps):
     """Local SGD without any exchange: rank 1 is slow at first, rank 0 later. Each looks at what both hold, all the time."""
-    from holdfast.snapshot.ranks import rank_group as team
+    from holdfast.snapshot.ranks import rank_group as rank_group
 
-    team.GATE_SECONDS = 0.2
+    rank_group.GATE_SECONDS = 0.2
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = torch.nn.Linear(8, 8)
@@ -107,7 +107,7 @@ def _drift(folder, memory, steps):
         optimizer.step()
         snapshots.take(step)
         if step > 2:
-            held = [Desk(snapshots.place.path / desk_name(other)).held() for other in (0, 1)]
+            held = [RankStatus(snapshots.run_memory.path / status_page_name(other)).held() for other in (0, 1)]
             if not held[0] & held[1]:
                 without.append((step, held))
     dist.barrier()
@@ -124,9 +124,9 @@ def test_ranks_that_drift_apart_always_hold_a_common_step(tmp_path, memory):
 
 def _crash_apart(folder, memory):
     """Rank 0 runs 40 steps ahead of rank 1, then both die."""
-    from holdfast.snapshot.ranks import rank_group as team
+    from holdfast.snapshot.ranks import rank_group as rank_group
 
-    team.GATE_SECONDS = 0.2
+    rank_group.GATE_SECONDS = 0.2
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = torch.nn.Linear(8, 8)

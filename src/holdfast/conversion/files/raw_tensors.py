@@ -21,27 +21,27 @@ class Raw:
     shape: tuple[int, ...]
     read: Callable[[int, int], Array]
     """Rows [start, stop)."""
-    forget: Callable[[], None]
+    drop_pages: Callable[[], None]
     rounded: str | None = None
 
     def rows(self, start: int, stop: int) -> Array:
         values = round_to(self.read(start, stop), self.rounded)
-        self.forget()
+        self.drop_pages()
         return values
 
     def whole(self) -> Array:
         return self.rows(0, self.shape[0])
 
 
-def raw_of(tensor: Tensor, forget: Callable[[], None], rounded: str | None) -> Raw:
-    return Raw(tensor.shape, lambda start, stop: tensor.rows(start, stop).floats(), forget, rounded)
+def raw_of(tensor: Tensor, drop_pages: Callable[[], None], rounded: str | None) -> Raw:
+    return Raw(tensor.shape, lambda start, stop: tensor.rows(start, stop).floats(), drop_pages, rounded)
 
 
-def raw_of_stored(stored: StoredTensor, forget: Callable[[], None], rounded: str | None) -> Raw:
+def raw_of_stored(stored: StoredTensor, drop_pages: Callable[[], None], rounded: str | None) -> Raw:
     def read(start: int, stop: int) -> Array:
         return floats(stored.view()[start:stop], stored.dtype)
 
-    return Raw(stored.shape, read, forget, rounded)
+    return Raw(stored.shape, read, drop_pages, rounded)
 
 
 def floats(bits: Bits, dtype: str) -> Array:

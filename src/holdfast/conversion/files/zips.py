@@ -40,7 +40,7 @@ class Region:
             )
         return Region(name or self.name, self.data[start : start + length], self.mapping)
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Gives the mapped pages back: a conversion must not count the whole file as its memory."""
         if self.mapping is not None:
             self.mapping.madvise(mmap.MADV_DONTNEED)
@@ -180,7 +180,7 @@ def check_crc(region: Region, crc: int) -> None:
     found = 0
     for start in range(0, len(region.data), CRC_BLOCK):
         found = zlib.crc32(region.data[start : start + CRC_BLOCK], found)
-        region.forget()
+        region.drop_pages()
     if found != crc:
         raise HoldfastError(f"{region.name} is damaged: its content does not match its checksum (CRC-32)")
 
@@ -216,7 +216,7 @@ def _inflated(packed: Region, name: str) -> Iterator[bytes]:
                 if written > MAX_RATIO * (start + BLOCK):
                     raise HoldfastError(f"{name} inflates more than {MAX_RATIO} times: weights never do")
                 yield content
-            packed.forget()
+            packed.drop_pages()
     except zlib.error:
         raise HoldfastError(f"{name} is damaged: it does not inflate") from None
     if not inflater.eof or inflater.unused_data:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from holdfast.conversion.model import OUTPUT_LAYER, WORD_EMBEDDINGS, Architecture
-from holdfast.conversion.tensors import Tensor, equal, stacked
+from holdfast.conversion.tensors import Tensor, equal, vstack
 from holdfast.system.errors import HoldfastError
 
 GPT2_LAYER = {
@@ -103,7 +103,7 @@ def to_huggingface(model_type: str, arch: Architecture, tensors: Mapping[str, Te
         if module == "self_attention.linear_qkv":
             parts = split_qkv(tensor, arch)
             if len(qkv_names) == 1:
-                found[f"{prefix}{number}.{qkv_names[0]}.{kind}"] = _conv1d(stacked(parts))
+                found[f"{prefix}{number}.{qkv_names[0]}.{kind}"] = _conv1d(vstack(parts))
             else:
                 found |= {f"{prefix}{number}.{each}.{kind}": part for each, part in zip(qkv_names, parts, strict=True)}
         else:
@@ -190,7 +190,7 @@ def split_qkv(tensor: Tensor, arch: Architecture) -> list[Tensor]:
     queries = arch.num_attention_heads // groups
     step = (queries + 2) * width
     spans = ((0, queries * width), (queries * width, (queries + 1) * width), ((queries + 1) * width, step))
-    return [stacked([tensor.rows(group * step + a, group * step + b) for group in range(groups)]) for a, b in spans]
+    return [vstack([tensor.rows(group * step + a, group * step + b) for group in range(groups)]) for a, b in spans]
 
 
 def join_qkv(parts: list[Tensor], arch: Architecture, origin: str) -> Tensor:
@@ -204,4 +204,4 @@ def join_qkv(parts: list[Tensor], arch: Architecture, origin: str) -> Tensor:
     for group in range(groups):
         found.append(parts[0].rows(group * queries, (group + 1) * queries))
         found += [part.rows(group * width, (group + 1) * width) for part in parts[1:]]
-    return stacked(found)
+    return vstack(found)

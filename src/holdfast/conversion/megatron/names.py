@@ -9,7 +9,7 @@ from typing import Literal
 
 from holdfast.system.errors import HoldfastError
 
-Cut = Literal["rows", "columns", "whole", "qkv", "gated"]
+VocabShard = Literal["rows", "columns", "whole", "qkv", "gated"]
 
 _LEGACY_LAYER = {
     "input_norm": "input_layernorm",
@@ -87,7 +87,7 @@ def _layer_name(rest: str) -> str:
     return f"{_LEGACY_LAYER.get(module, module)}.{kind}"
 
 
-def cut_of(name: str, swiglu: bool) -> Cut:
+def cut_of(name: str, swiglu: bool) -> VocabShard:
     """How tensor parallelism cuts a canonical parameter."""
     if name.startswith(("embedding.word_embeddings", "output_layer.")):
         return "rows"

@@ -29,7 +29,7 @@ from holdfast.conversion.model import (
     check_heads,
     with_vocabulary,
 )
-from holdfast.conversion.tensors import Tensor, beside, equal, stacked
+from holdfast.conversion.tensors import Tensor, equal, hstack, vstack
 from holdfast.system.errors import HoldfastError
 
 
@@ -261,12 +261,12 @@ def _join_shards(name: str, shards: list[Tensor], files: list[str], layouts: _La
                     raise HoldfastError(f"{file}: its copy of {name} differs from that in {files[0]}")
             return {name: shards[0]}
         if cut == "columns":
-            return {name: beside(shards)}
+            return {name: hstack(shards)}
         if cut == "qkv":
-            return {name: stacked([layouts.qkv(shard) for shard in shards])}
+            return {name: vstack([layouts.qkv(shard) for shard in shards])}
         if cut == "gated":
             return split_gate(name, shards)
-        return {name: stacked(shards)}
+        return {name: vstack(shards)}
     except HoldfastError as error:
         raise HoldfastError(f"{files[0]}: {name}: {error}" if name not in str(error) else str(error)) from None
 
@@ -277,8 +277,8 @@ def split_gate(name: str, shards: list[Tensor]) -> dict[str, Tensor]:
     kind = name.rsplit(".", 1)[1]
     base = name.removesuffix(f".{kind}")
     return {
-        f"{base}_gate.{kind}": stacked([shard.rows(0, half) for shard in shards]),
-        f"{base}_up.{kind}": stacked([shard.rows(half, 2 * half) for shard in shards]),
+        f"{base}_gate.{kind}": vstack([shard.rows(0, half) for shard in shards]),
+        f"{base}_up.{kind}": vstack([shard.rows(half, 2 * half) for shard in shards]),
     }
 
 

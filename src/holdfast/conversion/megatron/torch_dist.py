@@ -23,7 +23,7 @@ from holdfast.conversion.megatron.read import (
 )
 from holdfast.conversion.megatron.settings import check_settings
 from holdfast.conversion.model import MAX_LAYERS, WORD_EMBEDDINGS, Model, check_complete
-from holdfast.conversion.tensors import Piece, Tensor
+from holdfast.conversion.tensors import MatrixPiece, Tensor
 from holdfast.system.errors import HoldfastError
 
 _CHUNK_FILE = re.compile(r"^[A-Za-z0-9_.-]+\.distcp$")
@@ -226,7 +226,7 @@ class Reader:
             if layer is not None:
                 bits, place = bits[layer - offsets[0]], offsets[1:]
             bits = bits.reshape(-1, 1) if bits.ndim < 2 else bits
-            pieces.append(Piece(place[0] if place else 0, place[1] if len(place) > 1 else 0, bits))
+            pieces.append(MatrixPiece(place[0] if place else 0, place[1] if len(place) > 1 else 0, bits))
         tensor = Tensor(shape, dtype, tuple(pieces), dtype)
         if not pieces or not tensor.is_tiled():
             raise HoldfastError(f"{self._folder}: the chunks of {name} do not cover it exactly")

@@ -21,7 +21,7 @@ from holdfast.conversion.model import (
     padded_size,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
-from holdfast.conversion.tensors import Tensor, repeated, stacked
+from holdfast.conversion.tensors import Tensor, repeated, vstack
 from holdfast.system.errors import HoldfastError, UsageError
 
 Names = Literal["mcore", "legacy"]
@@ -112,7 +112,7 @@ def pad_rows(tensor: Tensor, true_size: int, padded: int, kept: Tensor | None) -
         parts.append(kept.rows(0, min(kept.shape[0], padded - rows)))
         rows += parts[-1].shape[0]
     last = tensor.rows(true_size - 1, true_size)
-    return stacked([*parts, repeated(last, padded - rows)] if padded > rows else parts)
+    return vstack([*parts, repeated(last, padded - rows)] if padded > rows else parts)
 
 
 def stage_sizes(layers: int, stages: int) -> list[int]:
@@ -149,7 +149,7 @@ def join_gate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     joined: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if "linear_fc1_gate" in name:
-            joined[name.replace("_gate", "")] = stacked([tensor, tensors[name.replace("_gate", "_up")]])
+            joined[name.replace("_gate", "")] = vstack([tensor, tensors[name.replace("_gate", "_up")]])
         elif "linear_fc1_up" not in name:
             joined[name] = tensor
     return joined
@@ -163,7 +163,7 @@ def cut(name: str, tensor: Tensor, rank: int, ranks: int, arch: Architecture) ->
     if kind == "gated":
         half = tensor.shape[0] // 2
         gate, up = tensor.rows(0, half), tensor.rows(half, 2 * half)
-        return stacked([_share(gate, rank, ranks), _share(up, rank, ranks)])
+        return vstack([_share(gate, rank, ranks), _share(up, rank, ranks)])
     if kind == "columns":
         return _share(tensor.transposed(), rank, ranks).transposed()
     return _share(tensor, rank, ranks)

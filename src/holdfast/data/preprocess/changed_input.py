@@ -13,7 +13,7 @@ import xxhash
 from holdfast.data.preprocess.history import History, chained
 from holdfast.data.sources import InputFile, Unit, source_named
 from holdfast.data.sources.lines import unit_lines
-from holdfast.system.progress import Bar, count_of, progress, say
+from holdfast.system.progress import Bar, count_of, log, progress
 
 # Sources whose units hold the lines of `unit_lines`, and nothing else decides what becomes of them.
 LINE_SOURCES = ("jsonl", "passages")
@@ -92,5 +92,5 @@ def _cut(history: History, file: InputFile, units: int, parts: set[int]) -> Hist
         lambda part: part.file < file.number or part.unit in parts,
     )
     documents = kept.states[-1].documents if kept.states else 0
-    say(f"{file.path} has changed since this run stopped; {count_of(documents, 'document')} before the change are kept")
+    log(f"{file.path} has changed since this run stopped; {count_of(documents, 'document')} before the change are kept")
     return kept

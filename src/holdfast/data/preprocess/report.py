@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.data.preprocess.worker import Part
 from holdfast.data.preprocess.workspace import Workspace
 from holdfast.data.sources import Unit
-from holdfast.system.progress import count_of, progress, say
+from holdfast.system.progress import count_of, log, progress
 
 if TYPE_CHECKING:
     from holdfast.data.preprocess.run import Request
@@ -27,7 +27,7 @@ class Report:
         total = sum(file.size for file in request.files) // (request.share.count if request.share else 1)
         self._bar = self._stack.enter_context(progress("preprocess", total or None))
         if state.next_unit or self._workspace.waiting:
-            say(f"going on after {count_of(state.documents, 'document')} ({self._workspace.folder})")
+            log(f"going on after {count_of(state.documents, 'document')} ({self._workspace.folder})")
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -36,7 +36,7 @@ class Report:
     def engine(self, name: str) -> None:
         if name != self._engine:
             self._engine = name
-            say(f"{self._request.recipe.tokenizer_type} by {name}, {count_of(self._request.workers, 'worker')}")
+            log(f"{self._request.recipe.tokenizer_type} by {name}, {count_of(self._request.workers, 'worker')}")
 
     def skipped(self, unit: Unit) -> None:
         """A unit that an earlier call finished."""
@@ -55,5 +55,5 @@ class Report:
             if interval and self._documents // interval > before // interval:
                 count = self._documents // interval * interval
                 megabytes = self._size / seconds / 1024 / 1024
-                say(f"Processed {count} documents ({self._documents / seconds:.2f} docs/s, {megabytes:.2f} MB/s).")
+                log(f"Processed {count} documents ({self._documents / seconds:.2f} docs/s, {megabytes:.2f} MB/s).")
             self._bar.note(f"{self._documents / seconds:,.0f} docs/s")

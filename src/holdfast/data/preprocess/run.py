@@ -33,7 +33,7 @@ from holdfast.data.sources import InputFile, Unit, bad_line_error
 from holdfast.data.sources.recognition import wrong_format
 from holdfast.system.atomic_files import explain_os_error, make_folder, publish_bytes
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import count_of, say
+from holdfast.system.progress import count_of, log
 from holdfast.tokenizers import Recipe, Tokenizer
 
 # Fewer bytes than this per byte of plain text never came out of a real corpus; less room than that is certain to fail.
@@ -92,7 +92,7 @@ class Request:
     def keep_unchanged(self, history: History, before: Mapping[str, Any], now: Mapping[str, Any]) -> History:
         """What stays valid of an unfinished run whose input has changed since."""
         if self.share and history.last_file >= 0:
-            say("the input has changed, and with it where partitions begin and end: this one starts over")
+            log("the input has changed, and with it where partitions begin and end: this one starts over")
             return History()
         return keep_unchanged(history, before, now, self.files, now["unit_bytes"])
 
@@ -156,7 +156,7 @@ def _check_room(request: Request) -> None:
             "free some space or choose another folder"
         )
     if free < likely:
-        say(f"the disk of {folder} has {_size(free)} free; this input needs about {_size(likely)}")
+        log(f"the disk of {folder} has {_size(free)} free; this input needs about {_size(likely)}")
 
 
 def _size(count: float) -> str:

@@ -153,7 +153,7 @@ def serve(job: Job, tokenizer: Tokenizer, connection: Connection) -> None:
         connection.send(answer)
         since_built += 1
         if since_built >= REBUILD_AFTER_UNITS and _resident_bytes() > MEMORY_LIMIT_BYTES:
-            tokenizer, since_built = tokenizer.anew(), 0
+            tokenizer, since_built = tokenizer.fresh_copy(), 0
 
 
 def _process(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, number: int, unit: Unit) -> Answer:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from holdfast.system.atomic_files import publish_folder
 from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import BEAT_SECONDS, HeldLease, Lease, LeaseLost, claim, lease_seconds, newest_lease
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 # Goes up when files are added or mean something else: an index of an older Holdfast is then made anew, not misread.
 FORMAT = 1
@@ -81,7 +81,7 @@ def _publish(path: Path, description: str, build: Callable[[Path], None]) -> Non
             raise
     elapsed = time.monotonic() - started
     if elapsed > WORTH_A_WORD_SECONDS:
-        say(f"built the sample index {path} in {elapsed:,.0f} s")
+        log(f"built the sample index {path} in {elapsed:,.0f} s")
 
 
 def _claim(leases: Path, last: Lease | None) -> HeldLease | None:

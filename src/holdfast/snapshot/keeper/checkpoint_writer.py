@@ -54,7 +54,7 @@ class OvertakenError(HoldfastError):
 
 
 @dataclass(frozen=True)
-class Held:
+class ReadySlot:
     """A READY slot: where, and what it says."""
 
     arena: Arena
@@ -88,12 +88,12 @@ class Held:
             raise OvertakenError(f"step {self.header.step} of rank {self.arena.rank} was overwritten meanwhile")
 
 
-def held_at(arena: Arena, step: int) -> Held | None:
+def held_at(arena: Arena, step: int) -> ReadySlot | None:
     best = None
     for index, header in enumerate(arena.headers()):
         younger = best is None or header.sequence > best.header.sequence
         if header.state == READY and header.step == step and younger:
-            best = Held(arena, index, header)
+            best = ReadySlot(arena, index, header)
     return best
 
 
@@ -189,12 +189,12 @@ def retain_after(
     retain(checkpoints, *retention, protect=protect, written=[step, *written])
 
 
-def _complete_set(facts: dict[str, Any], held: Mapping[int, Held]) -> list[int] | None:
+def _complete_set(facts: dict[str, Any], held: Mapping[int, ReadySlot]) -> list[int] | None:
     """Ranks of this node that hold the whole state among them."""
     return next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
 
 
-def _write_alone(held: Mapping[int, Held], writers: Sequence[int], temporary: Path, final: Path) -> None:
+def _write_alone(held: Mapping[int, ReadySlot], writers: Sequence[int], temporary: Path, final: Path) -> None:
     _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers))
     try:
         temporary.mkdir()
@@ -206,7 +206,7 @@ def _write_alone(held: Mapping[int, Held], writers: Sequence[int], temporary: Pa
         raise
 
 
-def _lead(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
+def _lead(held: Mapping[int, ReadySlot], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
     """With rank 0: waits for what the other nodes write; those that hold nothing needed are not waited for for ever."""
     writers = facts["writers"]
     _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers if rank in held))
@@ -229,7 +229,9 @@ def _lead(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, fina
         raise
 
 
-def _follow(held: Mapping[int, Held], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
+def _follow(
+    held: Mapping[int, ReadySlot], facts: dict[str, Any], temporary: Path, final: Path, patience: float
+) -> None:
     """Without rank 0: adds what this node has, and waits for the name."""
     temporary.mkdir(exist_ok=True)
     own = min(held)
@@ -315,7 +317,7 @@ def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> No
     publish_step(temporary, final)
 
 
-def _write_entry(folder: Path, held: Held, writes: bool) -> None:
+def _write_entry(folder: Path, held: ReadySlot, writes: bool) -> None:
     """One rank's shard and what the manifest will say about it."""
     file = asdict(_write_shard(folder, held)) if writes else None
     record = {
@@ -334,7 +336,7 @@ def _read_entries(folder: Path) -> list[dict[str, Any]]:
     return [read_json(path) for path in sorted(folder.glob("*" + ENTRY_SUFFIX))]
 
 
-def _write_shard(folder: Path, held: Held) -> ShardFile:
+def _write_shard(folder: Path, held: ReadySlot) -> ShardFile:
     slot, layout = held.slot, held.slot.layout(held.header)
     path = folder / shard_name(held.arena.rank, held.arena.world)
     chunks = []

@@ -12,9 +12,9 @@ from holdfast.snapshot.keeper.checkpoint_writer import is_published
 from holdfast.snapshot.keeper.failed_saves import FailedSaveReport
 from holdfast.snapshot.keeper.starting import log_end, spawn_keeper
 from holdfast.snapshot.keeper.status import keeper_status
-from holdfast.snapshot.memory.run_memory import MEMORY, Place
+from holdfast.snapshot.memory.run_memory import MEMORY, RunMemory
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 CHECK_SECONDS = 2.0
 LONGEST_CHECK_SECONDS = 60.0
@@ -27,9 +27,9 @@ ANNOUNCE_SECONDS = 5.0
 
 
 class KeeperClient:
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._failed_saves = FailedSaveReport(place)
+    def __init__(self, run_memory: RunMemory) -> None:
+        self._place = run_memory
+        self._failed_saves = FailedSaveReport(run_memory)
         self._next_check, self._starts, self._last_start = 0.0, 0, 0.0
         self._problem: str | None = None
 
@@ -56,7 +56,7 @@ class KeeperClient:
 
     def _report(self, problem: str) -> None:
         if self._problem is None:
-            say(f"warning: {problem}. Nothing is saved to disk until it runs; training goes on")
+            log(f"warning: {problem}. Nothing is saved to disk until it runs; training goes on")
         self._problem = problem
 
     def expect_save(self) -> None:
@@ -86,7 +86,7 @@ class KeeperClient:
                 break
             if now - began > ANNOUNCE_SECONDS and not announced:
                 announced = True
-                say(f"waiting up to {deadline - now:.0f} s until step {step} is on disk")
+                log(f"waiting up to {deadline - now:.0f} s until step {step} is on disk")
             time.sleep(0.02)
         if not is_published(final, token):
             raise HoldfastError(self._not_saved(step, final))
@@ -95,7 +95,7 @@ class KeeperClient:
         reason = self._failed_saves.reason or self._problem
         if not self._place.path.exists():
             return f"step {step} was not written to {final}, and its memory is gone: {reason or 'the cause is unknown'}"
-        reason = reason or keeper_status(self._place).last_words or log_end(self._place)
+        reason = reason or keeper_status(self._place).error_text or log_end(self._place)
         memory = self._place.path.parent.parent
         flag = "" if memory == Path(MEMORY) else f" --snapshot-dir {memory}"
         return (

@@ -7,29 +7,29 @@ import contextlib
 import time
 from pathlib import Path
 
-from holdfast.snapshot.memory.run_memory import Place, read_json, write_json
-from holdfast.system.progress import say
+from holdfast.snapshot.memory.run_memory import RunMemory, read_json, write_json
+from holdfast.system.progress import log
 
 
-def _record(place: Place) -> Path:
-    return place.path / "failed_save.json"
+def _record(run_memory: RunMemory) -> Path:
+    return run_memory.path / "failed_save.json"
 
 
-def record_failed_save(place: Place, step: int | None, reason: str, retry_seconds: float | None) -> None:
+def record_failed_save(run_memory: RunMemory, step: int | None, reason: str, retry_seconds: float | None) -> None:
     """`retry_seconds`: None where the step is given up."""
     with contextlib.suppress(OSError):  # full memory must not end the keeper
-        write_json(_record(place), {"step": step, "reason": reason, "retry_seconds": retry_seconds})
+        write_json(_record(run_memory), {"step": step, "reason": reason, "retry_seconds": retry_seconds})
 
 
-def clear_failed_save(place: Place) -> None:
-    _record(place).unlink(missing_ok=True)
+def clear_failed_save(run_memory: RunMemory) -> None:
+    _record(run_memory).unlink(missing_ok=True)
 
 
 class FailedSaveReport:
     """Prints each failed save once, and the success that follows it."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, run_memory: RunMemory) -> None:
+        self._place = run_memory
         self._shown: str | None = None
         self._since = 0.0
         self.reason: str | None = None
@@ -47,7 +47,7 @@ class FailedSaveReport:
         found = read_json(_record(self._place))
         if found is None:
             if self._shown is not None and self._place.path.exists():
-                say("saves succeed again")
+                log("saves succeed again")
                 self.reason = None
             self._shown = None
             return
@@ -59,4 +59,4 @@ class FailedSaveReport:
             self._shown = what
             retry = found["retry_seconds"]
             then = "it is given up" if retry is None else f"The state stays in memory; next try in {retry:.0f} s"
-            say(f"warning: {what} could not be saved: {found['reason']}. {then}")
+            log(f"warning: {what} could not be saved: {found['reason']}. {then}")

@@ -5,18 +5,18 @@ import time
 from collections.abc import Sequence
 
 from holdfast.snapshot.keeper.agreement import Meeting
-from holdfast.snapshot.keeper.requests import Job
-from holdfast.snapshot.memory.run_memory import Place
+from holdfast.snapshot.keeper.requests import SaveRequest
+from holdfast.snapshot.memory.run_memory import RunMemory
 
 LOOK_SECONDS = 1.0
 KEPT_SECONDS = 60.0
 
 
 class Partners:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, run_memory: RunMemory) -> None:
         self.nodes: list[str] = []
         """All nodes, this one too, in the order of their ranks."""
-        self._place = place
+        self._place = run_memory
         self._next_look, self._last_meeting = 0.0, time.monotonic()
         self._attended: set[str] = set()
 
@@ -39,12 +39,12 @@ class Partners:
             self.close()
         return bool(waiting)
 
-    def agree(self, job: Job, steps: Sequence[int]) -> int | None:
+    def agree(self, job: SaveRequest, steps: Sequence[int]) -> int | None:
         """The newest step that all nodes hold, once they have said so."""
         job.stamp = job.stamp or secrets.token_hex(8)
         return self._meeting.agree(job.stamp, steps)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: SaveRequest) -> None:
         if job.stamp:
             self._meeting.leave(job.stamp)
 

@@ -11,8 +11,8 @@ import signal
 import time
 from typing import Any
 
-from holdfast.snapshot.memory.run_memory import Place
-from holdfast.snapshot.ranks.status_page import RUNNING, Desk, process_alive
+from holdfast.snapshot.memory.run_memory import RunMemory
+from holdfast.snapshot.ranks.status_page import RUNNING, RankStatus, process_alive
 from holdfast.system.journal import Journal
 
 STACKS_SECONDS = 0.3
@@ -35,25 +35,25 @@ class Silence:
 
 
 class RankWatch:
-    def __init__(self, place: Place, journal: Journal) -> None:
-        self._place, self._journal = place, journal
+    def __init__(self, run_memory: RunMemory, journal: Journal) -> None:
+        self._place, self._journal = run_memory, journal
         self._reported: set[tuple[int, int, str]] = set()
         self._silences: dict[tuple[int, int], Silence] = {}
 
-    def look(self, desks: dict[int, Desk], settings: dict[str, Any]) -> list[str]:
+    def look(self, pages: dict[int, RankStatus], settings: dict[str, Any]) -> list[str]:
         """What is new: `died` or `hung`, once for each rank that did."""
         patience, kill_hung = settings.get("hang_seconds", 600.0), bool(settings.get("kill_hung"))
         found = []
-        for rank, desk in desks.items():
-            started = desk["started"]
-            alive = desk.occupied()
+        for rank, page in pages.items():
+            started = page["started"]
+            alive = page.owner_alive()
             silence = self._silences.setdefault((rank, started), Silence())
-            if desk["status"] == RUNNING and not alive:
+            if page["status"] == RUNNING and not alive:
                 if self._is_new(rank, started, "died"):
-                    self._report("died", rank, desk, desks)
+                    self._report("died", rank, page, pages)
                     found.append("died")
-            elif alive and silence.is_longer_than(patience, desk["heartbeat"]) and self._is_new(rank, started, "hung"):
-                self._end_hung(rank, desk, desks, kill_hung)
+            elif alive and silence.is_longer_than(patience, page["heartbeat"]) and self._is_new(rank, started, "hung"):
+                self._end_hung(rank, page, pages, kill_hung)
                 found.append("hung")
                 if kill_hung:
                     break  # the others are ending, or are new processes already
@@ -64,33 +64,33 @@ class RankWatch:
         self._reported.add((rank, started, kind))
         return new
 
-    def _report(self, kind: str, rank: int, desk: Desk, desks: dict[int, Desk]) -> None:
-        states = {str(r): f"step {d['step']}, {d.where}, {d.age:.1f} s ago" for r, d in desks.items()}
-        cause = desk.last_words
+    def _report(self, kind: str, rank: int, page: RankStatus, pages: dict[int, RankStatus]) -> None:
+        states = {str(r): f"step {d['step']}, {d.where}, {d.age:.1f} s ago" for r, d in pages.items()}
+        cause = page.error_text
         self._journal.event(
-            "failure", kind=kind, rank=rank, step=desk["step"], process=desk["process"], cause=cause, ranks=states
+            "failure", kind=kind, rank=rank, step=page["step"], process=page["process"], cause=cause, ranks=states
         )
-        print(f"rank {rank} {kind} at step {desk['step']}: {cause or 'no error message'}; {states}", flush=True)
+        print(f"rank {rank} {kind} at step {page['step']}: {cause or 'no error message'}; {states}", flush=True)
 
-    def _end_hung(self, rank: int, desk: Desk, desks: dict[int, Desk], kill: bool) -> None:
-        processes = [(other["process"], other["started"]) for other in desks.values() if other.occupied()]
-        for other in desks.values():
-            if other.occupied() and (self._place.path / f"{other.path.stem}.stacks").exists():
+    def _end_hung(self, rank: int, page: RankStatus, pages: dict[int, RankStatus], kill: bool) -> None:
+        processes = [(other["process"], other["started"]) for other in pages.values() if other.owner_alive()]
+        for other in pages.values():
+            if other.owner_alive() and (self._place.path / f"{other.path.stem}.stacks").exists():
                 _signal(other["process"], signal.SIGUSR2)
-        self._report("hung", rank, desk, desks)
-        self._keep_stacks(desks)
+        self._report("hung", rank, page, pages)
+        self._keep_stacks(pages)
         for process, started in processes if kill else ():
             if process_alive(process, started):
                 _signal(process, signal.SIGKILL)
 
-    def _keep_stacks(self, desks: dict[int, Desk]) -> None:
+    def _keep_stacks(self, pages: dict[int, RankStatus]) -> None:
         """Copies the stacks that the ranks wrote to the run folder; a rank that is stopped writes none."""
         time.sleep(STACKS_SECONDS)
-        for desk in desks.values():
-            stacks = self._place.path / f"{desk.path.stem}.stacks"
+        for page in pages.values():
+            stacks = self._place.path / f"{page.path.stem}.stacks"
             with contextlib.suppress(OSError):  # a full disk: the rank is ended all the same
                 if stacks.exists() and stacks.stat().st_size:
-                    target = self._place.folder / "stacks" / f"{desk.path.stem}.txt"
+                    target = self._place.folder / "stacks" / f"{page.path.stem}.txt"
                     target.parent.mkdir(exist_ok=True)
                     shutil.copyfile(stacks, target)
 

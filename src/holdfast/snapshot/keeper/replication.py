@@ -22,9 +22,9 @@ import xxhash
 
 from holdfast.checkpoint.layout import PAGE
 from holdfast.snapshot.keeper.channel import TIMEOUT, Channel, run_identity
-from holdfast.snapshot.keeper.checkpoint_writer import Held, common_steps, held_at, newest_generation
+from holdfast.snapshot.keeper.checkpoint_writer import ReadySlot, common_steps, held_at, newest_generation
 from holdfast.snapshot.memory.arena import NOTHING, PEER, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
-from holdfast.snapshot.memory.run_memory import Place, open_arenas, read_json, write_json
+from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
 
@@ -47,36 +47,37 @@ def peer_of(nodes: list[str], node: str) -> str | None:
     return order[index ^ 1]
 
 
-def keepers_folder(place: Place) -> Path:
-    return place.folder / "keepers"
+def keepers_folder(run_memory: RunMemory) -> Path:
+    return run_memory.folder / "keepers"
 
 
-def node_file(place: Place, node: str) -> Path:
-    return keepers_folder(place) / f"{hashlib.sha256(node.encode()).hexdigest()[:16]}.json"
+def node_file(run_memory: RunMemory, node: str) -> Path:
+    return keepers_folder(run_memory) / f"{hashlib.sha256(node.encode()).hexdigest()[:16]}.json"
 
 
-def call(place: Place, node: str, patience: float = 0.0) -> Channel:
+def call(run_memory: RunMemory, node: str, patience: float = 0.0) -> Channel:
     """A channel to the keeper of a node. `patience`: it may be just starting, and what is known of it be its predecessor's."""
     deadline = time.monotonic() + patience
     while True:
         try:
-            record = read_json(node_file(place, node))
+            record = read_json(node_file(run_memory, node))
             if record is None:
                 raise ConnectionError(f"no keeper is known on {node}")
             connection = socket.create_connection((record["address"], record["port"]), timeout=TIMEOUT)
-            return Channel(connection, run_identity(keepers_folder(place)), server=False)
+            return Channel(connection, run_identity(keepers_folder(run_memory)), server=False)
         except OSError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 
 
-def pull(place: Place, node: str, file: str, slot: int) -> Path:
+def pull(run_memory: RunMemory, node: str, file: str, slot: int) -> Path:
     """Brings one slot of another node's arena here, into a file of this process beside ours; its path."""
     path = (
-        place.path / f"{PULLED}{os.getpid()}-{hashlib.sha256(f'{node}/{file}/{slot}'.encode()).hexdigest()[:16]}.arena"
+        run_memory.path
+        / f"{PULLED}{os.getpid()}-{hashlib.sha256(f'{node}/{file}/{slot}'.encode()).hexdigest()[:16]}.arena"
     )
-    with call(place, node, patience=TIMEOUT) as channel:
+    with call(run_memory, node, patience=TIMEOUT) as channel:
         channel.send({"do": "get", "file": file, "slot": slot})
         answer = channel.receive()
         if answer.get("trouble"):
@@ -119,22 +120,22 @@ def _facts(arena: Arena) -> dict[str, Any]:
     }
 
 
-class Peers:
+class Replicator:
     """The keeper's side: serves other keepers and ships the step that the ranks chose to this node's peer, in threads of their
     own."""
 
-    def __init__(self, place: Place, journal: Journal) -> None:
-        self._place, self._journal = place, journal
-        self._identity = run_identity(keepers_folder(place))
+    def __init__(self, run_memory: RunMemory, journal: Journal) -> None:
+        self._place, self._journal = run_memory, journal
+        self._identity = run_identity(keepers_folder(run_memory))
         self._connections = threading.BoundedSemaphore(CONNECTIONS)
         self._shipped: list[SlotHeader] = []
         self._shipping: threading.Thread | None = None
         self._partial: dict[tuple[str, int], set[int]] = {}
         self._lock = threading.Lock()
-        address = own_address(place)
+        address = own_address(run_memory)
         self._listener = socket.create_server((address, 0))
-        record = {"node": place.node, "address": address, "port": self._listener.getsockname()[1]}
-        write_json(node_file(place, place.node), record)
+        record = {"node": run_memory.node, "address": address, "port": self._listener.getsockname()[1]}
+        write_json(node_file(run_memory, run_memory.node), record)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def round(self, settings: dict[str, Any]) -> None:
@@ -163,9 +164,9 @@ class Peers:
                 self._ship(peer, found, settings.get("peer_bytes_per_second", BYTES_PER_SECOND))
             if all(found.still_there() for found in held):
                 self._shipped = headers
-                for rank, desk in self._place.desks().items():
+                for rank, page in self._place.pages().items():
                     if rank in settings["here"]:
-                        desk["shipped"] = step
+                        page["shipped"] = step
                 self._journal.event(
                     "snapshot", step=step, outcome="peer", node=peer, seconds=time.perf_counter() - begin
                 )
@@ -176,11 +177,11 @@ class Peers:
             for arena in arenas:
                 arena.close()
 
-    def _ship(self, peer: str, held: Held, rate: float) -> None:
+    def _ship(self, peer: str, held: ReadySlot, rate: float) -> None:
         with call(self._place, peer) as channel:
             self._send_slot(channel, held, rate)
 
-    def _send_slot(self, channel: Channel, held: Held, rate: float) -> None:
+    def _send_slot(self, channel: Channel, held: ReadySlot, rate: float) -> None:
         channel.send({"do": "put", "node": self._place.node, **_facts(held.arena), "header": held.header.__dict__})
         region = memoryview(held.slot.map)
         chunks = list(range(PAGE, len(region), CHUNK))
@@ -296,7 +297,7 @@ class Peers:
         return ready.index(min(ready))
 
 
-def _chosen(arenas: Sequence[Arena]) -> list[Held]:
+def _chosen(arenas: Sequence[Arena]) -> list[ReadySlot]:
     """The slots of the newest step that all ranks here keep for the peer."""
     for step in common_steps(arenas):
         held = [found for arena in arenas if (found := held_at(arena, step))]
@@ -305,9 +306,9 @@ def _chosen(arenas: Sequence[Arena]) -> list[Held]:
     return []
 
 
-def own_address(place: Place) -> str:
+def own_address(run_memory: RunMemory) -> str:
     """The address of this node that the other nodes reach: the one from which it would send to them."""
-    settings = read_json(place.path / "settings.json") or {}
+    settings = read_json(run_memory.path / "settings.json") or {}
     hosts = {node.partition(":")[0] for node in settings.get("nodes", [])}
     others = sorted(hosts - {socket.gethostname()})
     if not others:

@@ -11,7 +11,7 @@ LAST = "stopped"
 
 
 @dataclass(eq=False)
-class Job:
+class SaveRequest:
     reason: str
     """persist, save, died, hung, stopped, the name of a trigger, INVITED"""
     step: int | None = None
@@ -32,9 +32,9 @@ class Job:
     trouble: str | None = None
     damaged: list[int] = field(default_factory=list)
 
-    wished: bool = False
+    save_requested: bool = False
     """The ranks were asked to save a step..."""
-    save: "Job | None" = None
+    save: "SaveRequest | None" = None
     """...and this is what they chose."""
 
     stamp: str | None = None
@@ -45,7 +45,7 @@ class Job:
     """They did not come."""
 
     @classmethod
-    def of_request(cls, name: str, record: dict[str, Any]) -> "Job":
+    def of_request(cls, name: str, record: dict[str, Any]) -> "SaveRequest":
         last, every = record.get("retention") or (None, None)
         return cls(
             record["kind"],

@@ -31,12 +31,12 @@ from holdfast.snapshot.keeper.checkpoint_writer import (
 from holdfast.snapshot.keeper.failed_saves import clear_failed_save, record_failed_save
 from holdfast.snapshot.keeper.partners import Partners
 from holdfast.snapshot.keeper.rank_watch import RankWatch
-from holdfast.snapshot.keeper.requests import INVITED, LAST, Job
+from holdfast.snapshot.keeper.requests import INVITED, LAST, SaveRequest
 from holdfast.snapshot.keeper.status import claim_status
 from holdfast.snapshot.memory.arena import Arena, DamagedError
 from holdfast.snapshot.memory.run_memory import (
     SERVE,
-    Place,
+    RunMemory,
     lock_keeper,
     open_arenas,
     read_json,
@@ -44,7 +44,7 @@ from holdfast.snapshot.memory.run_memory import (
     write_json,
 )
 from holdfast.snapshot.memory.slot_pins import pinned, release_killed_keepers, release_save
-from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, Desk
+from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, RankStatus
 from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, TRIGGERS
 from holdfast.system.atomic_files import remove_temporaries
 from holdfast.system.errors import HoldfastError
@@ -61,27 +61,27 @@ ENDING_SECONDS = 20.0
 
 
 class Keeper:
-    def __init__(self, place: Place, status: Desk) -> None:
-        self.place, self._status = place, status
-        self.journal = PatientJournal(place.folder / "events.jsonl")
+    def __init__(self, run_memory: RunMemory, status: RankStatus) -> None:
+        self.run_memory, self._status = run_memory, status
+        self.journal = PatientJournal(run_memory.folder / "events.jsonl")
         self.settings: dict[str, Any] = {}
-        self._jobs: list[Job] = []
-        self._ranks = RankWatch(place, self.journal)
+        self._jobs: list[SaveRequest] = []
+        self._ranks = RankWatch(run_memory, self.journal)
         self._written: set[int] = set()
         self._next_verify = self._next_listen = 0.0
         self._dead_since: float | None = None
         self._ending = False
         signal.signal(signal.SIGTERM, self._end)
         self._peers: Any = None
-        self._partners = Partners(place)
+        self._partners = Partners(run_memory)
 
     def _end(self, *_: Any) -> None:
         self._ending = True
 
     def run(self) -> None:
-        release_killed_keepers(self.place)
-        clear_failed_save(self.place)
-        while self.place.path.exists():
+        release_killed_keepers(self.run_memory)
+        clear_failed_save(self.run_memory)
+        while self.run_memory.path.exists():
             try:
                 if self._round():
                     return
@@ -92,31 +92,31 @@ class Keeper:
 
     def _round(self) -> bool:
         """Looks at everything once; True when the run has ended and its memory is freed."""
-        self.settings = read_json(self.place.path / "settings.json") or self.settings
+        self.settings = read_json(self.run_memory.path / "settings.json") or self.settings
         self._partners.nodes = list(dict.fromkeys(self.settings.get("nodes", [])))
         self._exchange_with_peers()
-        desks = self._desks()
-        self._jobs += [Job(kind) for kind in self._ranks.look(desks, self.settings)]
+        pages = self._pages()
+        self._jobs += [SaveRequest(kind) for kind in self._ranks.look(pages, self.settings)]
         self._take_triggers()
         self._take_requests()
         self._take_invitations()
         self._work_on_jobs()
         self._verify()
-        return self._over(desks)
+        return self._over(pages)
 
     def _report_error(self, message: str) -> None:
         """In the log, and on the status page for the trainer; the same one only once."""
-        if message != self._status.last_words:
-            self._status.say_last_words(message)
+        if message != self._status.error_text:
+            self._status.set_error_text(message)
             print(message, flush=True)
 
-    def _desks(self) -> dict[int, Desk]:
+    def _pages(self) -> dict[int, RankStatus]:
         here = self.settings.get("here", [])
-        return {rank: desk for rank, desk in self.place.desks().items() if rank in here}
+        return {rank: page for rank, page in self.run_memory.pages().items() if rank in here}
 
     def arenas(self) -> list[Arena]:
         """The arenas of this node that count now; those of an older division go once the newer one holds a whole step."""
-        opened = open_arenas(self.place.arenas(), self.place.key)
+        opened = open_arenas(self.run_memory.arenas(), self.run_memory.key)
         chosen = newest_generation(opened)
         for arena in opened:
             if arena not in chosen:
@@ -128,33 +128,33 @@ class Keeper:
     def _take_triggers(self) -> None:
         """The files `persist` and `error.txt` in the run folder: persist what is held, and stop the run."""
         for name in TRIGGERS:
-            trigger = self.place.folder / name
+            trigger = self.run_memory.folder / name
             if trigger.exists() and not any(job.trigger == trigger for job in self._jobs):
-                (self.place.path / STOP).write_text(name)
-                self._jobs.append(Job(name, trigger=trigger, stop=True))
+                (self.run_memory.path / STOP).write_text(name)
+                self._jobs.append(SaveRequest(name, trigger=trigger, stop=True))
 
     def _take_requests(self) -> None:
         known = {job.request for job in self._jobs}
-        for path in sorted(self.place.requests.glob("*.json")):
+        for path in sorted(self.run_memory.requests.glob("*.json")):
             if path.name in known or path.name.endswith(".answer.json"):
                 continue
             record = read_json(path)
             if record is None:
                 continue
-            job = Job.of_request(path.name, record)
+            job = SaveRequest.of_request(path.name, record)
             if job.stop:
-                (self.place.path / STOP).write_text("persist --stop")
+                (self.run_memory.path / STOP).write_text("persist --stop")
             self._jobs.append(job)
             if job.reason == "save":
                 for other in self._jobs:
-                    if other.wished:
+                    if other.save_requested:
                         other.save = other.save or job
 
     def _take_invitations(self) -> None:
         """Several nodes: the keeper of another one wants a step written."""
         with contextlib.suppress(OSError):  # the disk will be there again
             if self._partners.call(busy=any(job.stamp for job in self._jobs)):
-                self._jobs.append(Job(INVITED))
+                self._jobs.append(SaveRequest(INVITED))
 
     def _work_on_jobs(self) -> None:
         for job in list(self._jobs):
@@ -170,7 +170,7 @@ class Keeper:
                 job.trouble = str(error)
                 job.ask_anew()
                 self.journal.event("refused", reason=str(error), step=job.step, tries=job.tries)
-                record_failed_save(self.place, job.step, str(error), retry_seconds)
+                record_failed_save(self.run_memory, job.step, str(error), retry_seconds)
                 self._report_error(f"{job.reason}: {error}; memory is kept, trying again")
                 if job.answers:
                     self._finish(job, None, str(error))
@@ -178,7 +178,7 @@ class Keeper:
                 for arena in arenas:
                     arena.close()
 
-    def _do(self, job: Job, arenas: list[Arena]) -> None:
+    def _do(self, job: SaveRequest, arenas: list[Arena]) -> None:
         """One attempt; a job that waits, or has to try an older step, is there again in the next round."""
         if self._trainers_see_to_it(job):
             return
@@ -219,13 +219,13 @@ class Keeper:
                 job.damaged.append(step)
                 job.ask_anew()
 
-    def _saved(self, job: Job, arenas: list[Arena], step: int | None) -> Path | None:
+    def _saved(self, job: SaveRequest, arenas: list[Arena], step: int | None) -> Path | None:
         """The checkpoint of this step, if it comes from the same start of the run: an earlier keeper may have written it."""
-        path = dict(checkpoints_in(self.place.folder)).get(-1 if step is None else step)
+        path = dict(checkpoints_in(self.run_memory.folder)).get(-1 if step is None else step)
         token = job.token or start_token(arenas, -1 if step is None else step)
         return path if path is not None and token is not None and is_published(path, token) else None
 
-    def _trainers_see_to_it(self, job: Job) -> bool:
+    def _trainers_see_to_it(self, job: SaveRequest) -> bool:
         """Several nodes that train: each keeper sees another step as the newest. So what is to be written is left to the ranks,
         who agree on a step: the last one where they are to stop, and a save where they go on."""
         if not self._partners.several:
@@ -235,18 +235,18 @@ class Keeper:
         if job.save is not None:
             if job.save in self._jobs and not job.save.tries:
                 return True
-            path = dict(checkpoints_in(self.place.folder)).get(job.save.step or 0)
+            path = dict(checkpoints_in(self.run_memory.folder)).get(job.save.step or 0)
             self._finish(job, path, None if path else job.save.trouble or f"step {job.save.step} was not saved")
             return True
-        train = all(desk.occupied() for desk in self._desks().values())
+        train = all(page.owner_alive() for page in self._pages().values())
         if job.reason in ("persist", "died") and train and self._may_still_come(job):
-            if not job.wished:
-                job.wished = True
-                (self.place.path / SAVE).touch()
+            if not job.save_requested:
+                job.save_requested = True
+                (self.run_memory.path / SAVE).touch()
             return True
         return False
 
-    def _left_alone(self, job: Job) -> bool:
+    def _left_alone(self, job: SaveRequest) -> bool:
         """Whether the other nodes were waited for long enough; from then on each goes its own way."""
         job.met = job.met or time.monotonic()
         patience = MEETING_PATIENCE if not self._ending else MEETING_PATIENCE_AT_THE_END
@@ -255,37 +255,37 @@ class Keeper:
             job.alone = True
         return job.alone
 
-    def _may_still_come(self, job: Job) -> bool:
+    def _may_still_come(self, job: SaveRequest) -> bool:
         """Whether to look again for a step that all ranks hold: while they train, the first one may be on its way."""
-        alive = any(desk.occupied() for desk in self._desks().values())
+        alive = any(page.owner_alive() for page in self._pages().values())
         return alive and time.monotonic() - job.since < SAVE_PATIENCE
 
-    def _write(self, job: Job, arenas: list[Arena], step: int) -> Path:
+    def _write(self, job: SaveRequest, arenas: list[Arena], step: int) -> Path:
         begin = time.perf_counter()
         slots = [found for arena in arenas if (found := held_at(arena, step))]
         with pinned(slots):
-            checkpoints, kept = self.place.folder / "checkpoints", (job.resumed, self._written)
+            checkpoints, kept = self.run_memory.folder / "checkpoints", (job.resumed, self._written)
             path = write_checkpoint(arenas, step, checkpoints, job.retention, alone=job.alone, kept=kept)
         self._written.add(step)
-        clear_failed_save(self.place)
+        clear_failed_save(self.run_memory)
         if arenas[0].rank == 0:  # one word per checkpoint, however many nodes wrote it
             seconds = round(time.perf_counter() - begin, 4)
             size = sum(file.stat().st_size for file in path.iterdir())
             self.journal.event("persisted", step=step, path=str(path), reason=job.reason, bytes=size, seconds=seconds)
         return path
 
-    def _finish(self, job: Job, path: Path | None, trouble: str | None) -> None:
+    def _finish(self, job: SaveRequest, path: Path | None, trouble: str | None) -> None:
         if trouble:
             self._report_error(f"{job.reason}: {trouble}")
             if job.reason == "save":
-                record_failed_save(self.place, job.step, trouble, None)
+                record_failed_save(self.run_memory, job.step, trouble, None)
         if job.reason == "save" and job.step is not None:
-            release_save(self.place, job.step)
+            release_save(self.run_memory, job.step)
         if job.request:
             if job.answers:
                 answer = {"path": str(path) if path else None, "trouble": trouble}
-                write_json(self.place.requests / job.request.replace(".json", ".answer.json"), answer)
-            (self.place.requests / job.request).unlink(missing_ok=True)
+                write_json(self.run_memory.requests / job.request.replace(".json", ".answer.json"), answer)
+            (self.run_memory.requests / job.request).unlink(missing_ok=True)
         if job.trigger and path is not None:
             job.trigger.unlink(missing_ok=True)
         self._jobs.remove(job)
@@ -295,7 +295,7 @@ class Keeper:
         if time.monotonic() < self._next_verify:
             return
         begin = time.monotonic()
-        remove_dead_temporaries(self.place)
+        remove_dead_temporaries(self.run_memory)
         arenas = self.arenas()
         for step in common_steps(arenas)[:1]:
             for found in [held for arena in arenas if (held := held_at(arena, step))]:
@@ -315,35 +315,35 @@ class Keeper:
 
     def _exchange_with_peers(self) -> None:
         """Other nodes connect here only where snapshots are copied to peers, and while a restore asks for it."""
-        wanted = self.settings.get("mode") == "peer" or (self.place.path / SERVE).exists()
+        wanted = self.settings.get("mode") == "peer" or (self.run_memory.path / SERVE).exists()
         if not wanted or not self._partners.several:
             if self._peers is not None:
                 self._peers.close()
                 self._peers = None
             return
         if self._peers is None and time.monotonic() > self._next_listen:
-            from holdfast.snapshot.keeper.replication import Peers
+            from holdfast.snapshot.keeper.replication import Replicator
 
             self._next_listen = time.monotonic() + LISTEN_SECONDS
             try:
-                self._peers = Peers(self.place, self.journal)
+                self._peers = Replicator(self.run_memory, self.journal)
             except (HoldfastError, OSError) as error:
                 self._report_error(f"no connection to the other nodes: {error}; trying again")
         if self._peers is not None:
             self._peers.round(self.settings)
 
-    def _over(self, desks: dict[int, Desk]) -> bool:
+    def _over(self, pages: dict[int, RankStatus]) -> bool:
         """Ends when the run has: its memory is freed when all ranks left, or after a while when all are dead and saved, or when
         there is none: the trainer that wanted a keeper may have died before it claimed its status page."""
-        if any(desk.occupied() for desk in (desks or self.place.desks()).values()):
+        if any(page.owner_alive() for page in (pages or self.run_memory.pages()).values()):
             self._dead_since = None
             return False
-        statuses = {desk["status"] for desk in desks.values()}
+        statuses = {page["status"] for page in pages.values()}
         if statuses == {FINISHED} and self._partners.several:
             self._drop_what_is_pointless()
         if self._jobs and not self._ending:
             return False
-        if desks and statuses <= {FINISHED, STOPPED}:
+        if pages and statuses <= {FINISHED, STOPPED}:
             return self._persist_last() and self._free()
         self._dead_since = self._dead_since or time.monotonic()
         if self._ending:
@@ -365,20 +365,20 @@ class Keeper:
         """The newest common step is on disk, or there is none."""
         job = next((job for job in self._jobs if job.reason == LAST), None)
         if job is None:
-            job = Job(LAST)
+            job = SaveRequest(LAST)
             self._jobs.append(job)
         self._work_on_jobs()
         return job not in self._jobs
 
     def _free(self) -> bool:
         """Removes the memory, unless a new start of the run has claimed it meanwhile."""
-        with self.place.locked():
-            if any(desk.occupied() for desk in self.place.desks().values()):
+        with self.run_memory.locked():
+            if any(page.owner_alive() for page in self.run_memory.pages().values()):
                 return False
             if self._peers is not None:
                 self._peers.close()
             self._partners.close()
-            self.place.free()
+            self.run_memory.free()
         return True
 
 
@@ -387,18 +387,18 @@ def main(path: str) -> None:
     record = read_json(folder / "run.json")
     if record is None:
         sys.exit(f"{path} is not the memory of a run")
-    place = Place(folder, record["name"], Path(record["folder"]))
-    lock = lock_keeper(place)
+    run_memory = RunMemory(folder, record["name"], Path(record["folder"]))
+    lock = lock_keeper(run_memory)
     if lock is None:
         return
     os.nice(5)
-    status = claim_status(place)
+    status = claim_status(run_memory)
     write_json(folder / "keeper.json", {"process": os.getpid(), "since": time.time()})
-    print(f"keeper {os.getpid()} keeps {place.name}", flush=True)
+    print(f"keeper {os.getpid()} keeps {run_memory.name}", flush=True)
     try:
-        Keeper(place, status).run()
+        Keeper(run_memory, status).run()
     except BaseException as error:
-        status.say_last_words(f"{type(error).__name__}: {error}")
+        status.set_error_text(f"{type(error).__name__}: {error}")
         raise
 
 

@@ -9,8 +9,8 @@ import signal
 import threading
 import time
 
-from holdfast.snapshot.memory.run_memory import Place, keeper_alive
-from holdfast.snapshot.ranks.status_page import Desk, process_alive
+from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive
+from holdfast.snapshot.ranks.status_page import RankStatus, process_alive
 from holdfast.system.errors import HoldfastError
 
 BEAT_SECONDS = 0.5
@@ -19,27 +19,27 @@ SECOND_LOOK_SECONDS = 2.0
 KILL_SECONDS = 10.0
 
 
-def keeper_status(place: Place) -> Desk:
-    return Desk(place.path / "keeper.status")
+def keeper_status(run_memory: RunMemory) -> RankStatus:
+    return RankStatus(run_memory.path / "keeper.status")
 
 
-def claim_status(place: Place) -> Desk:
+def claim_status(run_memory: RunMemory) -> RankStatus:
     """Becomes the owner of the page, and shows life until this process ends."""
-    status = keeper_status(place)
-    status.sit_down()
+    status = keeper_status(run_memory)
+    status.claim()
     threading.Thread(target=_beat, args=(status,), name="heartbeat", daemon=True).start()
     return status
 
 
-def _beat(status: Desk) -> None:
+def _beat(status: RankStatus) -> None:
     while True:
         status.beat(2)
         time.sleep(BEAT_SECONDS)
 
 
-def keeper_hung(place: Place) -> bool:
+def keeper_hung(run_memory: RunMemory) -> bool:
     """Whether a process holds the keeper's lock and gives no sign of life, neither for a while nor while this waits for one."""
-    status = keeper_status(place)
+    status = keeper_status(run_memory)
     heartbeat = status["heartbeat"]
     if not heartbeat or status.age < SILENCE_SECONDS or not process_alive(status["process"], status["started"]):
         return False
@@ -49,19 +49,19 @@ def keeper_hung(place: Place) -> bool:
         if status["heartbeat"] != heartbeat:
             return False
         time.sleep(BEAT_SECONDS / 5)
-    return keeper_alive(place)
+    return keeper_alive(run_memory)
 
 
-def kill_keeper(place: Place) -> None:
+def kill_keeper(run_memory: RunMemory) -> None:
     """Ends a hung keeper, so that its lock is free."""
-    status = keeper_status(place)
+    status = keeper_status(run_memory)
     process = status["process"]
     if process_alive(process, status["started"]):
         os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + KILL_SECONDS
-    while keeper_alive(place):
+    while keeper_alive(run_memory):
         if time.monotonic() > deadline:
             raise HoldfastError(
-                f"the keeper (process {process}) hangs and does not end after SIGKILL: the disk of {place.folder} may not answer"
+                f"the keeper (process {process}) does not end after SIGKILL: the disk of {run_memory.folder} may not answer"
             )
         time.sleep(0.02)

@@ -27,7 +27,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.layout import PAGE, Layout, Piece, read_layout
+from holdfast.checkpoint.layout import PAGE, ShardLayout, TensorSlice, read_layout
 from holdfast.snapshot.memory.checksum import ROW, digest_starts, rows_in, sum_rows
 from holdfast.system.atomic_files import temporary_beside
 from holdfast.system.errors import HoldfastError
@@ -109,7 +109,7 @@ class Sizes:
         return _FIRST_SLOT + slots * self.stride
 
 
-def sizes_for(layout: Layout, small_bytes: int) -> Sizes:
+def sizes_for(layout: ShardLayout, small_bytes: int) -> Sizes:
     return Sizes(_room_for(small_bytes, layout.size), _pages(8 * digest_starts(layout)[1]), _pages(layout.size))
 
 
@@ -167,7 +167,7 @@ class Slot:
         value: dict[str, Any] = orjson.loads(raw)
         return value
 
-    def layout(self, header: SlotHeader) -> Layout:
+    def layout(self, header: SlotHeader) -> ShardLayout:
         """The layout of the payload, from its own (verified) header."""
         (length,) = struct.unpack("<Q", bytes(self.payload[:8]))
         head = bytes(self.payload[: min(8 + length, len(self.payload))])
@@ -192,7 +192,9 @@ class Slot:
             for _ in pool.map(lambda span: self._verify_span(header, *span), spans[share::of]):
                 pass
 
-    def _verify_span(self, header: SlotHeader, piece: Piece, start: int, sums: NDArray[np.int64], begin: int) -> None:
+    def _verify_span(
+        self, header: SlotHeader, piece: TensorSlice, start: int, sums: NDArray[np.int64], begin: int
+    ) -> None:
         end = min(piece.nbytes, begin + VERIFY_SPAN)
         wanted = sums[begin // ROW : rows_in(end)].copy()  # the memory may be in use again: compare one reading
         found = np.empty_like(wanted)
@@ -367,7 +369,7 @@ class Arena:
             self._descriptor = -1
 
 
-def ready_header(slot: Slot, sequence: int, step: int, meta_bytes: int, layout: Layout) -> SlotHeader:
+def ready_header(slot: Slot, sequence: int, step: int, meta_bytes: int, layout: ShardLayout) -> SlotHeader:
     """The header of a slot whose content has been written."""
     _, total = digest_starts(layout)
     return SlotHeader(

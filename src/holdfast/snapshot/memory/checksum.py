@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.layout import Layout
+from holdfast.checkpoint.layout import ShardLayout
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ def rows_in(nbytes: int) -> int:
     return -(-nbytes // ROW)
 
 
-def digest_starts(layout: Layout) -> tuple[list[int], int]:
+def digest_starts(layout: ShardLayout) -> tuple[list[int], int]:
     """The index of each piece's first row sum, and how many there are."""
     starts, total = [], 0
     for piece in layout.pieces:

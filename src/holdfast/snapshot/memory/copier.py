@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.json_state import encode
-from holdfast.checkpoint.layout import Layout
+from holdfast.checkpoint.layout import ShardLayout
 from holdfast.checkpoint.state import Item
 from holdfast.checkpoint.writing import rows_of
 from holdfast.snapshot.memory.arena import NOTHING, Slot, ready_header
@@ -48,7 +48,7 @@ class Copier:
     """Copies one fixed set of pieces, again and again. `on_ready(slot index, step)` is called from the thread when a slot has
     become READY."""
 
-    def __init__(self, items: Sequence[Item], layout: Layout, on_ready: Any) -> None:
+    def __init__(self, items: Sequence[Item], layout: ShardLayout, on_ready: Any) -> None:
         by_name = {item.name: item for item in items}
         self.layout = layout
         self._on_ready = on_ready

@@ -4,7 +4,7 @@
         run.json                              name, run folder, boot
         keeper.lock, keeper.json              who keeps it: a lock that ends with its holder; its process
         keeper.status                         the keeper's heartbeat and last error
-        rank-00000.desk                       a rank's desk
+        rank-00000.status                     a rank's status page
         rank-00000-of-00002.PLAN.arena        a rank's memory
         peer-HOST-rank-...arena               a copy held for another node
         requests/                             what has been asked of the keeper
@@ -34,7 +34,7 @@ from typing import Any
 import orjson
 
 from holdfast.snapshot.memory.arena import Arena, DamagedError
-from holdfast.snapshot.ranks.status_page import Desk, start_time
+from holdfast.snapshot.ranks.status_page import RankStatus, start_time
 from holdfast.system.atomic_files import temporary_beside
 from holdfast.system.errors import HoldfastError
 
@@ -58,7 +58,7 @@ def boot_id() -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunMemory:
     """A run's folder in memory."""
 
     path: Path
@@ -66,7 +66,7 @@ class Place:
     folder: Path
 
     @classmethod
-    def of(cls, name: str, folder: Path | str, memory: Path | str = MEMORY) -> "Place":
+    def of(cls, name: str, folder: Path | str, memory: Path | str = MEMORY) -> "RunMemory":
         real = Path(folder).resolve()
         key = hashlib.sha256(f"{name}\0{real}".encode()).hexdigest()[:16]
         readable = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:80]
@@ -122,8 +122,10 @@ class Place:
         """Copies held for other nodes."""
         return sorted(entry for entry in _entries(self.path) if PEER_FILE.fullmatch(entry.name))
 
-    def desks(self) -> dict[int, Desk]:
-        return {int(entry.name[5:10]): Desk(entry) for entry in sorted(_entries(self.path)) if entry.suffix == ".desk"}
+    def pages(self) -> dict[int, RankStatus]:
+        """The status page of each rank of this node."""
+        found = sorted(entry for entry in _entries(self.path) if entry.match("rank-*.status"))
+        return {int(entry.name[5:10]): RankStatus(entry) for entry in found}
 
     def memory_bytes(self) -> int:
         return sum(entry.stat().st_blocks * 512 for entry in _entries(self.path) if entry.is_file())
@@ -147,19 +149,19 @@ def open_arenas(paths: list[Path], run: str, on_damage: Callable[[str], None] = 
     return found
 
 
-def places(memory: Path | str = MEMORY) -> list[Place]:
+def run_memories(memory: Path | str = MEMORY) -> list[RunMemory]:
     """Every run of this user that holds memory here."""
     found = []
     for entry in sorted(_entries(user_folder(memory))):
         record = read_json(entry / "run.json")
         if record:
-            found.append(Place(entry, record["name"], Path(record["folder"])))
+            found.append(RunMemory(entry, record["name"], Path(record["folder"])))
     return found
 
 
-def find_place(run: str, memory: Path | str = MEMORY) -> Place:
+def find_run_memory(run: str, memory: Path | str = MEMORY) -> RunMemory:
     """The run of this name or with this run folder; an unclear or unknown name is an error that lists what there is."""
-    all_places = places(memory)
+    all_places = run_memories(memory)
     matches = [p for p in all_places if p.name == run or p.folder == Path(run).resolve()]
     if len(matches) == 1:
         return matches[0]
@@ -168,37 +170,37 @@ def find_place(run: str, memory: Path | str = MEMORY) -> Place:
     raise HoldfastError(f"{what} {run}; held here: {names}")
 
 
-def remove_stale(memory: Path | str, keep: Place) -> list[str]:
+def remove_stale(memory: Path | str, keep: RunMemory) -> list[str]:
     """Frees what dead runs left behind: no process keeps or uses it, and it is of another boot, or no rank gave a sign of life
     for a day. What a keeper was freeing when it was killed goes at once."""
     removed = []
     for entry in _entries(user_folder(memory)):
         if entry.name.startswith(".") and entry.suffix == ".freed":
             shutil.rmtree(entry, ignore_errors=True)
-    for place in places(memory):
-        if place.path == keep.path:
+    for run_memory in run_memories(memory):
+        if run_memory.path == keep.path:
             continue
-        with place.locked(wait=False) as locked:
-            if locked and _is_stale(place):
-                place.free()
-                removed.append(place.name)
+        with run_memory.locked(wait=False) as locked:
+            if locked and _is_stale(run_memory):
+                run_memory.free()
+                removed.append(run_memory.name)
     return removed
 
 
-def remove_dead_temporaries(place: Place) -> None:
+def remove_dead_temporaries(run_memory: RunMemory) -> None:
     """Removes what ranks that were killed while they started left in this memory: arenas and records without a final name."""
-    for entry in _entries(place.path) + _entries(place.requests):
+    for entry in _entries(run_memory.path) + _entries(run_memory.requests):
         match = TEMPORARY_FILE.fullmatch(entry.name)
         if match and not start_time(int(match["process"] or match["puller"])):
             entry.unlink(missing_ok=True)
 
 
-def _is_stale(place: Place) -> bool:
-    record = read_json(place.path / "run.json")
-    desks = place.desks().values()
-    if record is None or keeper_alive(place) or any(desk.occupied() for desk in desks):
+def _is_stale(run_memory: RunMemory) -> bool:
+    record = read_json(run_memory.path / "run.json")
+    pages = run_memory.pages().values()
+    if record is None or keeper_alive(run_memory) or any(page.owner_alive() for page in pages):
         return False
-    return record.get("boot") != boot_id() or min((desk.age for desk in desks), default=0.0) > STALE_SECONDS
+    return record.get("boot") != boot_id() or min((page.age for page in pages), default=0.0) > STALE_SECONDS
 
 
 def make_private_folder(path: Path) -> None:
@@ -239,10 +241,10 @@ def _lock_file(path: Path, wait: bool) -> int | None:
 _FLOCK = struct.Struct("hhqqi4x")
 
 
-def lock_keeper(place: Place) -> int | None:
+def lock_keeper(run_memory: RunMemory) -> int | None:
     """Becomes the keeper: a descriptor to hold for as long; None if there is one."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_NOFOLLOW
-    descriptor = os.open(place.path / "keeper.lock", flags, 0o600)
+    descriptor = os.open(run_memory.path / "keeper.lock", flags, 0o600)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except (BlockingIOError, PermissionError):
@@ -251,15 +253,15 @@ def lock_keeper(place: Place) -> int | None:
     except OSError as error:
         os.close(descriptor)
         raise HoldfastError(
-            f"cannot lock {place.path}: {error.strerror}; snapshots need a folder with flock, such as {MEMORY}"
+            f"cannot lock {run_memory.path}: {error.strerror}; snapshots need a folder with flock, such as {MEMORY}"
         ) from error
     return descriptor
 
 
-def keeper_alive(place: Place) -> bool:
+def keeper_alive(run_memory: RunMemory) -> bool:
     """Whether a process holds the keeper's lock. Only asks: to take the lock for a moment could keep a new keeper from it."""
     try:
-        descriptor = os.open(place.path / "keeper.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(run_memory.path / "keeper.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:

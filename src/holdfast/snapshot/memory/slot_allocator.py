@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.collective import agree
-from holdfast.checkpoint.layout import Layout, Piece, lay_out
+from holdfast.checkpoint.layout import ShardLayout, TensorSlice, lay_out
 from holdfast.checkpoint.plan import complete_sets, divide, plan_hash, ranks_to_persist
 from holdfast.checkpoint.state import Item, State
 from holdfast.checkpoint.writing import decode_held, encode_held
@@ -38,17 +38,17 @@ from holdfast.snapshot.memory.arena import (
     slots_at_most,
 )
 from holdfast.snapshot.memory.copier import Copier, Copy
-from holdfast.snapshot.memory.run_memory import Place, open_arenas
-from holdfast.snapshot.ranks.rank_group import Team
-from holdfast.snapshot.ranks.status_page import NOT_HELD, Desk
+from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas
+from holdfast.snapshot.ranks.rank_group import RankGroup
+from holdfast.snapshot.ranks.status_page import NOT_HELD, RankStatus
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 
 
-class Holder:
-    def __init__(self, state: State, team: Team, place: Place, mode: str, desk: Desk) -> None:
-        self._state, self._team, self._place, self._mode, self._desk = state, team, place, mode, desk
-        self.copied = mode == "peer" and not team.one_node
+class SlotAllocator:
+    def __init__(self, state: State, rank_group: RankGroup, run_memory: RunMemory, mode: str, page: RankStatus) -> None:
+        self._state, self._team, self._place, self._mode, self._page = state, rank_group, run_memory, mode, page
+        self.copied = mode == "peer" and not rank_group.one_node
         """What this node holds is copied to another one."""
         self.arena: Arena | None = None
         self.plan: dict[str, Any] = {"writers": [], "complete": [], "token": ""}
@@ -106,14 +106,14 @@ class Holder:
         self._copier = Copier(items, self._layout, self._on_ready)
 
     def _on_ready(self, slot: int, step: int) -> None:
-        self._desk.set_held(slot, step)
-        self._desk["ready"] = step
+        self._page.set_held(slot, step)
+        self._page["ready"] = step
 
     def publish_held(self) -> None:
         """The desk says what the slots hold, after they were opened or emptied."""
         if self.arena is not None:
             for index, header in enumerate(self.arena.headers()):
-                self._desk.set_held(index, header.step if header.state == READY else NOT_HELD)
+                self._page.set_held(index, header.step if header.state == READY else NOT_HELD)
 
     def begin(
         self,
@@ -130,7 +130,7 @@ class Holder:
         if index is None:
             return None
         slot = self.arena.slot(index)
-        self._desk.set_held(index, NOT_HELD)
+        self._page.set_held(index, NOT_HELD)
         slot.store(SlotHeader(WRITING, sequence, step, 0, 0, 0, 0, time.time()))
         self._last = Copy(slot, sequence, step, small, random, index)
         self._copier.start(self._last)
@@ -148,7 +148,7 @@ class Holder:
         try:
             self.arena = self.arena.grown(self._last.small_bytes)
         except HoldfastError as error:
-            say(f"{error}, which the small state needs now")
+            log(f"{error}, which the small state needs now")
             return False
         return True
 
@@ -188,7 +188,7 @@ class Holder:
         for index in range(_usable(pinned), SLOTS):
             kept = headers[index].step in (committed, *candidates) or pinned[index]
             if headers[index].state != EMPTY and not kept:
-                self._desk.set_held(index, NOT_HELD)
+                self._page.set_held(index, NOT_HELD)
                 arena.slot(index).store(NOTHING)
                 if self._copier is not None:
                     self._copier.forget(arena.slot(index))
@@ -227,14 +227,14 @@ class Holder:
         values = list(chain.from_iterable(state.values() for state in states))
         return values + [buffers.get(name) for buffers, name in self._buffers]
 
-    def _agree_on_plan(self, held: list[Any], small_bytes: int) -> Layout:
+    def _agree_on_plan(self, held: list[Any], small_bytes: int) -> ShardLayout:
         """Decides with all ranks who keeps what, and makes the memory for it."""
-        team = self._team
-        cohort = [team.nodes[team.rank] if self._mode == "node" else None, self._state.cohort]
-        told = team.gather({"held": held, "cohort": cohort, "small": small_bytes})
-        kept = divide([decode_held(entry["held"]) for entry in told], [tuple(entry["cohort"]) for entry in told])
+        rank_group = self._team
+        replica_set = [rank_group.nodes[rank_group.rank] if self._mode == "node" else None, self._state.replica_set]
+        told = rank_group.gather({"held": held, "replica_set": replica_set, "small": small_bytes})
+        kept = divide([decode_held(entry["held"]) for entry in told], [tuple(entry["replica_set"]) for entry in told])
         small_bytes = max(entry["small"] for entry in told)
-        path = self._place.path / arena_name(team.rank, team.world, plan_hash(kept))
+        path = self._place.path / arena_name(rank_group.rank, rank_group.world, plan_hash(kept))
         arena = self._open(path, plan_hash(kept))
         generation, token = self._agree_on_generation(arena)
         trouble: Exception | None = None
@@ -247,16 +247,16 @@ class Holder:
                 arena.set_generation(generation)
         except (HoldfastError, OSError) as error:
             trouble = error
-        agree(trouble, team.group)
+        agree(trouble, rank_group.group)
         if self.arena is not None:
             self.arena.close()
         self.arena = arena
-        self._desk.forget_held()
+        self._page.clear_held()
         self.publish_held()
-        team.gather(None)  # before this, a desk may speak of slots of an older plan
-        cohorts = [str(entry["cohort"]) for entry in told]
-        self.plan = {"writers": ranks_to_persist(kept), "complete": complete_sets(kept, cohorts), "token": token}
-        return lay_out(kept[team.rank])
+        rank_group.gather(None)  # before this, a desk may speak of slots of an older plan
+        replica_sets = [str(entry["replica_set"]) for entry in told]
+        self.plan = {"writers": ranks_to_persist(kept), "complete": complete_sets(kept, replica_sets), "token": token}
+        return lay_out(kept[rank_group.rank])
 
     def _agree_on_generation(self, arena: Arena | None) -> tuple[int, str]:
         """A number that rises with every new plan and is the same on all ranks: a node that was lost joins the others'. Beside it
@@ -271,13 +271,13 @@ class Holder:
         highest = max(generation for _, generation, _ in told)
         return (highest if known == {highest} else highest + 1), told[0][2]
 
-    def _create(self, path: Path, kept: Sequence[Sequence[Piece]], small_bytes: int, generation: int) -> Arena:
-        team = self._team
-        sizes = [sizes_for(lay_out(kept[rank]), small_bytes) for rank in team.here]
-        if team.first_here:
+    def _create(self, path: Path, kept: Sequence[Sequence[TensorSlice]], small_bytes: int, generation: int) -> Arena:
+        rank_group = self._team
+        sizes = [sizes_for(lay_out(kept[rank]), small_bytes) for rank in rank_group.here]
+        if rank_group.first_here:
             _check_memory(self._place, sizes, slots_at_most(self.copied))
-        own = sizes[team.here.index(team.rank)]
-        return Arena.create(path, own, self._place.key, plan_hash(kept), team.rank, team.world, generation)
+        own = sizes[rank_group.here.index(rank_group.rank)]
+        return Arena.create(path, own, self._place.key, plan_hash(kept), rank_group.rank, rank_group.world, generation)
 
     def _open(self, path: Path, plan: str) -> Arena | None:
         """The arena of this plan that is there already, if it can be used."""
@@ -318,14 +318,14 @@ def _usable(pinned: Sequence[bool]) -> int:
     return min(SLOTS, RESERVED + sum(pinned))
 
 
-def _check_memory(place: Place, wanted: Sequence[Any], slots: int) -> None:
+def _check_memory(run_memory: RunMemory, wanted: Sequence[Any], slots: int) -> None:
     """Refuses, with the exact size to ask for, before anything is reserved; that is for `slots`, a peer's among them."""
     needed = sum(sizes.file(2) for sizes in wanted)
-    usage = os.statvfs(place.path)
+    usage = os.statvfs(run_memory.path)
     free = usage.f_bavail * usage.f_frsize
     if needed > free:
-        most = sum(sizes.file(slots) for sizes in wanted) + place.memory_bytes()
-        memory = place.path.parent.parent
+        most = sum(sizes.file(slots) for sizes in wanted) + run_memory.memory_bytes()
+        memory = run_memory.path.parent.parent
         raise HoldfastError(
             f"{memory} is too small for the snapshots of this node: two slots need {needed:,} bytes and {free:,} are free. "
             f"Give the container at least {-(-most // (1 << 20))} MiB (docker: --shm-size={-(-most // (1 << 20))}m, Kubernetes: "

@@ -7,13 +7,13 @@ keeper sets KEEPER around its own writing, and a new keeper releases what a kill
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from holdfast.snapshot.keeper.checkpoint_writer import Held
+from holdfast.snapshot.keeper.checkpoint_writer import ReadySlot
 from holdfast.snapshot.memory.arena import DISK, KEEPER, SLOTS
-from holdfast.snapshot.memory.run_memory import Place, open_arenas
+from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas
 
 
 @contextmanager
-def pinned(slots: Sequence[Held]) -> Iterator[None]:
+def pinned(slots: Sequence[ReadySlot]) -> Iterator[None]:
     """Keeps the slots from being overwritten while the keeper writes them."""
     for held in slots:
         held.arena.pin(held.index, True, KEEPER)
@@ -24,15 +24,15 @@ def pinned(slots: Sequence[Held]) -> Iterator[None]:
             held.arena.pin(held.index, False, KEEPER)
 
 
-def release_killed_keepers(place: Place) -> None:
-    for arena in open_arenas(place.arenas(), place.key):
+def release_killed_keepers(run_memory: RunMemory) -> None:
+    for arena in open_arenas(run_memory.arenas(), run_memory.key):
         for index in range(SLOTS):
             arena.pin(index, False, KEEPER)
         arena.close()
 
 
-def release_save(place: Place, step: int) -> None:
-    for arena in open_arenas(place.arenas(), place.key):
+def release_save(run_memory: RunMemory, step: int) -> None:
+    for arena in open_arenas(run_memory.arenas(), run_memory.key):
         for index, header in enumerate(arena.headers()):
             if header.step == step:
                 arena.pin(index, False, DISK)

@@ -28,7 +28,7 @@ _FIELDS = {
             "ready",
             "heartbeat",
             "phase",
-            "wish",
+            "stop_wanted",
             "stop_at",
             "restarts",
             "skipped",
@@ -53,7 +53,7 @@ PHASES = [
 ]
 
 
-class Desk:
+class RankStatus:
     """Word access by name: `desk["step"] = 7`. Times are whole nanoseconds of the monotonic clock, which all processes share."""
 
     def __init__(self, path: Path) -> None:
@@ -86,20 +86,20 @@ class Desk:
         passed = max(self["ready"], self["given_up"]) >= step  # read first: `held` is stored before `ready`
         return step in self.held() or not passed
 
-    def sit_down(self) -> None:
+    def claim(self) -> None:
         """This process takes the desk."""
         self["status"] = 0
-        for name in ("wish", "stop_at", "step", "skipped", "shipped", "wants_plan", "plan_at"):
+        for name in ("stop_wanted", "stop_at", "step", "skipped", "shipped", "wants_plan", "plan_at"):
             self[name] = 0
-        self.forget_held()
+        self.clear_held()
         self["restarts"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self.say_last_words("")
+        self.set_error_text("")
         self["process"] = os.getpid()
         self["started"] = start_time(os.getpid())
         self["status"] = RUNNING
         self.beat(0)
 
-    def forget_held(self) -> None:
+    def clear_held(self) -> None:
         self["ready"] = self["given_up"] = -1
         for slot in range(SLOT_WORDS):
             self.set_held(slot, NOT_HELD)
@@ -118,16 +118,16 @@ class Desk:
         phase = self["phase"]
         return PHASES[phase] if 0 <= phase < len(PHASES) else str(phase)
 
-    def occupied(self) -> bool:
+    def owner_alive(self) -> bool:
         """The process that took this desk is alive and has not left."""
         return self["status"] == RUNNING and process_alive(self["process"], self["started"])
 
-    def say_last_words(self, text: str) -> None:
+    def set_error_text(self, text: str) -> None:
         content = text.encode()[: _WORDS_ROOM - 1]
         self._map[_WORDS : _WORDS + _WORDS_ROOM] = content.ljust(_WORDS_ROOM, b"\0")
 
     @property
-    def last_words(self) -> str:
+    def error_text(self) -> str:
         return bytes(self._map[_WORDS : _WORDS + _WORDS_ROOM]).rstrip(b"\0").decode(errors="replace")
 
 
@@ -145,5 +145,5 @@ def process_alive(process: int, started: int) -> bool:
     return process > 0 and started != 0 and start_time(process) == started
 
 
-def desk_name(rank: int) -> str:
-    return f"rank-{rank:05d}.desk"
+def status_page_name(rank: int) -> str:
+    return f"rank-{rank:05d}.status"

@@ -14,7 +14,7 @@ TRIGGERS = ("persist", "error.txt")
 STOP, SAVE = "stop", "save"
 
 
-class Wishes:
+class StopSignals:
     """What this rank has been asked. SIGTERM comes from torchrun, Slurm and Kubernetes; SIGUSR1 from Slurm's `--signal`."""
 
     def __init__(self, memory: Path, listen: bool) -> None:
@@ -39,7 +39,7 @@ class Wishes:
             self.reason = self._stop_file.read_text() or "asked"
         return self.reason
 
-    def take_save(self) -> bool:
+    def pop_save_request(self) -> bool:
         """Whether a checkpoint was asked for since the last time; for one rank of each node."""
         try:
             self._save_file.unlink()

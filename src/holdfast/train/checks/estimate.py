@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from holdfast.config import Config
 from holdfast.models.flops import flops_per_token
-from holdfast.parallel.layout import Layout, padded_vocab_size, stage_layers
-from holdfast.train.families import build_stage, family_of
+from holdfast.parallel.layout import ParallelLayout, padded_vocab_size, stage_layers
+from holdfast.train.model_families import build_stage, family_of
 from holdfast.train.schedule import batches_of
 
 CUT_BY_TENSOR = (
@@ -28,7 +28,7 @@ class RankCost:
     activation_bytes: int
 
 
-def parameters_per_rank(config: Config, layout: Layout) -> list[int]:
+def parameters_per_rank(config: Config, layout: ParallelLayout) -> list[int]:
     """Parameters on each rank of a pipeline position, after tensor and shard cuts."""
     assert config.model.vocab_size is not None
     stages = stage_layers(config.model, config.parallel)
@@ -41,7 +41,7 @@ def parameters_per_rank(config: Config, layout: Layout) -> list[int]:
     return counts
 
 
-def activation_bytes(config: Config, layout: Layout) -> int:
+def activation_bytes(config: Config, layout: ParallelLayout) -> int:
     """Kept between forward and backward on the first pipeline rank, without the s² term that fused attention never stores.
 
     Per layer and micro batch 34·s·b·h bytes in 16 bits, of which 24 are cut by tensor parallelism and all with sequence
@@ -61,7 +61,7 @@ def activation_bytes(config: Config, layout: Layout) -> int:
     return int(unit * factor * width * layers * layout.pipeline)
 
 
-def describe(config: Config, layout: Layout) -> str:
+def describe(config: Config, layout: ParallelLayout) -> str:
     """The layout in words: who does what, what it costs, what a step is."""
     model, train = config.model, config.train
     assert model.vocab_size is not None and train.global_batch_size is not None
@@ -94,7 +94,7 @@ def describe(config: Config, layout: Layout) -> str:
     return "\n".join(lines)
 
 
-def rank_lines(layout: Layout, most: int = 8) -> list[str]:
+def rank_lines(layout: ParallelLayout, most: int = 8) -> list[str]:
     """The first ranks and the last one, each with its coordinates."""
     shown = list(range(min(layout.world, most)))
     if layout.world > most:

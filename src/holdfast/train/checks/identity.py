@@ -20,7 +20,7 @@ import orjson
 from holdfast.config import Config, DataConfig, read_config
 from holdfast.system.atomic_files import publish_bytes, publish_folder
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 from holdfast.tokenizers.folder import (
     FILE_KEYS,
     KEYS,
@@ -50,7 +50,7 @@ def read_run_config(path: Path | str) -> Config:
     save = config.train.save
     is_run = any((folder / name).exists() for name in (DATA, "checkpoints", "events.jsonl"))
     if is_run and save is not None and Path(save).resolve() != folder.resolve():
-        say(f"{path} names the run folder {save}; the run is now in {folder}")
+        log(f"{path} names the run folder {save}; the run is now in {folder}")
         config = replace(config, train=replace(config.train, save=str(folder)))
     carried = read_folder(folder / TOKENIZER)
     return config if carried is None else _with_tokenizer(config, carried.names)
@@ -76,7 +76,7 @@ def adopt_tokenizer(config: Config) -> Config:
         changed = True
     if changed:
         file = next(sources[key] for key in FILE_KEYS if key in sources)
-        say(f"{file} is not what it was when the run started; the run uses its own copy in {carried.path}")
+        log(f"{file} is not what it was when the run started; the run uses its own copy in {carried.path}")
     return _with_tokenizer(config, carried.names)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from holdfast.assets import fetching
 from holdfast.config import Config, config_to_toml, read_config
-from holdfast.parallel.layout import Layout, check_layout, layout_of
+from holdfast.parallel.layout import ParallelLayout, check_layout, layout_of
 from holdfast.system.atomic_files import publish_text
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import say
+from holdfast.system.progress import log
 from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
 from holdfast.system.run_claim import claim_run
 from holdfast.tokenizers import Tokenizer, build_tokenizer, read_recipe
@@ -37,7 +37,7 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     return build_tokenizer(data.tokenizer_type, vocab, merges, model)
 
 
-def resolve(config: Config, world: int | None = None, vocab_size_given: bool = False) -> tuple[Config, Layout]:
+def resolve(config: Config, world: int | None = None, vocab_size_given: bool = False) -> tuple[Config, ParallelLayout]:
     """The complete configuration and its layout, or a HoldfastError that says what cannot work.
 
     `vocab_size_given`: the user gave vocab_size on the command line, and not only in a file made for another tokenizer.
@@ -75,7 +75,7 @@ def choose_vocab_size(config: Config, tokens: int, given: bool) -> int:
     run = Path(config.train.save, "config.toml") if config.train.save else None
     if given or (run is not None and run.is_file() and read_config(run).model.vocab_size == size):
         return size
-    say(
+    log(
         f"vocab_size {size:,} of the configuration is not used: the tokenizer has {tokens:,} tokens "
         f"(--vocab-size {size} keeps it)"
     )
@@ -138,7 +138,7 @@ def check_tokenizer(prefixes: Sequence[str], names: Mapping[str, str], warn: boo
             raise HoldfastError(
                 f"{problem}; give the tokenizer that the data was made with, or --force to train anyway"
             )
-        say(f"warning: {problem}")
+        log(f"warning: {problem}")
 
 
 def continues_run(config: Config) -> bool:

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.snapshot.memory.run_memory import Place
+from holdfast.snapshot.memory.run_memory import RunMemory
 from holdfast.system.errors import HoldfastError
 from holdfast.system.run_claim import LEAVE_SECONDS
 
@@ -19,7 +19,7 @@ def has_state(folder: Path, memory: str) -> bool:
 def refuse_live_ranks(folder: Path, memory: str) -> None:
     """Raises if ranks of the run outlived the process that had claimed it. Ranks that are just ending get a moment."""
     deadline = time.monotonic() + LEAVE_SECONDS
-    while live := [desk["process"] for desk in _place(folder, memory).desks().values() if desk.occupied()]:
+    while live := [desk["process"] for desk in _place(folder, memory).pages().values() if desk.owner_alive()]:
         if time.monotonic() > deadline:
             raise HoldfastError(
                 f"{folder} is in use: process {live[0]} still trains into it. Stop that run first: "
@@ -28,5 +28,5 @@ def refuse_live_ranks(folder: Path, memory: str) -> None:
         time.sleep(0.1)
 
 
-def _place(folder: Path, memory: str) -> Place:
-    return Place.of(folder.resolve().name, folder, memory)
+def _place(folder: Path, memory: str) -> RunMemory:
+    return RunMemory.of(folder.resolve().name, folder, memory)

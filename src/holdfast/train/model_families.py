@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config import Config
-from holdfast.data.loader import Batches, BertBatches, BertMicroBatch, DocumentRules, MicroBatch, RankBatches
+from holdfast.data.loader import BertBatches, BertMicroBatch, DocumentRules, GPTBatches, MicroBatch, RankBatches
 from holdfast.data.samples.bert import SPECIAL_TOKENS, BertRules, BertVocabulary, build_bert_splits
 from holdfast.data.samples.gpt import build_gpt_splits
 from holdfast.data.samples.masking import Masking
 from holdfast.models.bert import BERT
 from holdfast.models.gpt import GPT
 from holdfast.models.initial import initial_value
-from holdfast.parallel.cut import cut_and_fill
+from holdfast.parallel.cut import parallelize
 from holdfast.parallel.layout import padded_vocab_size, stage_layers
 from holdfast.parallel.mesh import Grid
 from holdfast.system.errors import HoldfastError
@@ -24,7 +24,7 @@ from holdfast.train.checks.preflight import tokenizer_of
 from holdfast.train.schedule import batches_of
 from holdfast.train.step import PassInputs
 
-Wanted = tuple[int, int, int]
+FileSpec = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Family:
     sum of the losses, each a mean over its own targets."""
     predicted: float
     """Share of the tokens that the output matrix is multiplied with."""
-    source: Callable[[Config, Wanted], Source]
+    source: Callable[[Config, FileSpec], Source]
 
 
 def family_of(config: Config) -> Family:
@@ -88,7 +88,7 @@ def build_parts(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]:
     compiled = config.train.compile if config.train.compile is not None else grid.device.type == "cuda"
     for stage in range(grid.index("pipeline"), len(stages), grid.layout.pipeline):
         part = build_stage(config, stage, grid.layout.tensor, vocab_size, dtype)
-        cut_and_fill(
+        parallelize(
             part,
             grid,
             functools.partial(initial_value, config=config.model, seed=config.train.seed, vocab_size=vocab_size),
@@ -101,7 +101,7 @@ def build_parts(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]:
     return parts
 
 
-def gpt_source(config: Config, wanted: Wanted) -> Source:
+def gpt_source(config: Config, wanted: FileSpec) -> Source:
     data = config.data
     splits = build_gpt_splits(
         data.data_path, data.split, data.seq_length, config.train.seed, wanted, data.data_cache_path
@@ -114,7 +114,7 @@ def gpt_source(config: Config, wanted: Wanted) -> Source:
         data.eod_mask_loss,
     )
     inputs = functools.partial(gpt_inputs, data.eod_mask_loss)
-    return Source(splits, functools.partial(Batches, rules=rules), inputs)
+    return Source(splits, functools.partial(GPTBatches, rules=rules), inputs)
 
 
 def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInputs:
@@ -130,7 +130,7 @@ def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInp
     return PassInputs(here.tokens, everywhere, at_loss, counted)
 
 
-def bert_source(config: Config, wanted: Wanted) -> Source:
+def bert_source(config: Config, wanted: FileSpec) -> Source:
     data = config.data
     tokenizer = tokenizer_of(config)
     assert tokenizer is not None  # checked before any rank started
@@ -176,7 +176,7 @@ def bert_inputs(most: int, binary: bool, micro: BertMicroBatch, device: torch.de
     return PassInputs(micro.tokens.to(device, non_blocking=True), moved(everywhere), moved(at_loss), counted)
 
 
-class Feed:
+class BatchFeed:
     """This rank's micro batches of any step: a pure function of how many samples were consumed."""
 
     def __init__(self, config: Config, grid: Grid) -> None:
