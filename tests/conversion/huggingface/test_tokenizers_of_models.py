@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from holdfast import convert, generate
 from holdfast.cli import run
@@ -20,7 +21,6 @@ from holdfast.train.checks.preflight import resolve
 from tests.conversion.holdfast_runs import GPT2_TINY, LLAMA_TINY, VOCABULARY, build_gpt, write_run
 from tests.conversion.test_holdfast_checkpoint import byte_level_tokenizer
 from tests.corpus import write_dataset
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 TEXTS = ["the quick brown fox jumps over the lazy dog and other words, such as these ones"] * 3
 
