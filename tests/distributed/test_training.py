@@ -13,9 +13,9 @@ import torch
 
 from holdfast.config import OptimizerConfig, ParallelConfig, read_config
 from holdfast.data.preprocess.options import preprocess
-from holdfast.parallel.cut import parallelize
 from holdfast.parallel.layout import layout_of, padded_vocab_size
 from holdfast.parallel.mesh import build_grid
+from holdfast.parallel.parallelize import parallelize
 from holdfast.system.journal import read_journal
 from holdfast.tokenizers.training import train_tokenizer
 from tests.corpus import VOCABULARY, write_dataset

@@ -22,7 +22,7 @@ from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.system.errors import UsageError
 from holdfast.train.model_families import (
     bert_inputs,
-    build_parts,
+    build_stages,
     compute_dtype,
     family_of,
     gpt_inputs,
@@ -81,20 +81,20 @@ class Holdfast:
         self._inputs: Callable[..., PassInputs] = functools.partial(gpt_inputs, False)
         if model.model_type == "bert":
             self._inputs = functools.partial(bert_inputs, max_predictions(config), not model.bert_no_binary_head)
-        parts = build_parts(config, grid, model.vocab_size)
-        tied = TiedEmbedding(parts, grid, not model.untie_embeddings_and_output_weights)
+        stages = build_stages(config, grid, model.vocab_size)
+        tied = TiedEmbedding(stages, grid, not model.untie_embeddings_and_output_weights)
         terms = family_of(config).terms
         self._losses = [1 + index for index, name in enumerate(terms) if name.endswith("loss")]
         shapes = {
             "micro_batch_size": config.train.micro_batch_size,
             "seq_length": config.data.seq_length,
             "hidden_size": model.hidden_size,
-            "sequence_cut": grid.layout.tensor if config.parallel.sequence_parallel else 1,
+            "sequence_shards": grid.layout.tensor if config.parallel.sequence_parallel else 1,
             "dtype": compute_dtype(config),
         }
-        self._passes = ForwardBackward(parts, grid, tied, terms, shapes)
-        self._norm = GradientNorm(parts, grid, tied.copy)
-        self._optimizer = build_optimizer(parts, config.optimizer)
+        self._passes = ForwardBackward(stages, grid, tied, terms, shapes)
+        self._norm = GradientNorm(stages, grid, tied.copy)
+        self._optimizer = build_optimizer(stages, config.optimizer)
 
     def step(self, batch: Batch, begin: Begin) -> Tensor:
         begin("data")

@@ -112,8 +112,8 @@ class BERT(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.dtype = config, vocab_size, dtype
         self.is_first, self.is_last = is_first, is_last
-        # Set from outside under tensor parallelism: how the vocabulary, and with sequence parallelism the tokens, are cut.
-        self.vocabulary_cut, self.sequence_cut = VocabShard(), 1
+        # parallel/tensor.py sets these: the vocabulary shard, and over how many ranks sequence parallelism splits the tokens.
+        self.vocab_shard, self.sequence_shards = VocabShard(), 1
         # Set from outside where tensor-parallel ranks hold copies of the residual stream: they draw its dropout alike.
         self.dropout_keys: DropoutKeys | None = None
         tied = not config.untie_embeddings_and_output_weights
@@ -174,17 +174,17 @@ class BERT(nn.Module):
         if not self.is_last or places_BP is None:
             return x
         assert labels_BP is not None and weights_BP is not None
-        cut = self.vocabulary_cut
-        x = cut.whole_tokens(x)
+        shard = self.vocab_shard
+        x = shard.gather_tokens(x)
         chosen = x.gather(1, places_BP[..., None].expand(-1, -1, x.shape[-1]))
         total, right = vocabulary_loss(
-            cut.same_hidden(self.lm_head(chosen)).flatten(0, 1),
-            cut.rows_here(self.output_matrix()),
+            shard.copy_hidden(self.lm_head(chosen)).flatten(0, 1),
+            shard.local_rows(self.output_matrix()),
             labels_BP.flatten(),
             weights_BP.flatten(),
             self.vocab_size,
-            bias_V=cut.rows_here(self.output_layer.bias),
-            cut=cut,
+            bias_V=shard.local_rows(self.output_layer.bias),
+            shard=shard,
         )
         if self.config.bert_no_binary_head:
             return torch.stack((total, right))

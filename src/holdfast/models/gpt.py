@@ -46,8 +46,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.dtype = config, vocab_size, dtype
         self.is_first, self.is_last = is_first, is_last
-        # Set from outside under tensor parallelism: how the vocabulary, and with sequence parallelism the tokens, are cut.
-        self.vocabulary_cut, self.sequence_cut = VocabShard(), 1
+        # parallel/tensor.py sets these: the vocabulary shard, and over how many ranks sequence parallelism splits the tokens.
+        self.vocab_shard, self.sequence_shards = VocabShard(), 1
         # Set from outside where tensor-parallel ranks hold copies of the residual stream: they draw its dropout alike.
         self.dropout_keys: DropoutKeys | None = None
         tied = not config.untie_embeddings_and_output_weights
@@ -75,7 +75,7 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the layers that are here. `x` is tokens on the first stage, hidden states on the others."""
-        tokens = x.shape[1] * (1 if self.is_first else self.sequence_cut)
+        tokens = x.shape[1] * (1 if self.is_first else self.sequence_shards)
         if positions_BT is None:
             positions_BT = torch.arange(tokens, device=x.device)[None]
         keys = None
@@ -109,14 +109,14 @@ class GPT(nn.Module):
         if not self.is_last or labels_BT is None:
             return x
         weights = torch.ones_like(labels_BT, dtype=torch.float32) if loss_mask_BT is None else loss_mask_BT
-        cut = self.vocabulary_cut
+        shard = self.vocab_shard
         total, _ = vocabulary_loss(
-            cut.whole_hidden(x).flatten(0, 1),
-            cut.rows_here(self.output_matrix()),
+            shard.gather_hidden(x).flatten(0, 1),
+            shard.local_rows(self.output_matrix()),
             labels_BT.flatten(),
             weights.flatten(),
             self.vocab_size,
-            cut=cut,
+            shard=shard,
         )
         return total[None]
 

@@ -1,8 +1,8 @@
 """Cross entropy over a large vocabulary, never holding all logits.
 
 The last matrix product and the loss are one autograd function that works through the tokens in chunks and computes the
-gradients of hidden states and of the output matrix on the way, so that backward only scales them. The vocabulary may be cut over
-ranks: `VocabShard` says which rows are here and how to combine, this file does not know how.
+gradients of hidden states and of the output matrix on the way, so that backward only scales them. The vocabulary may be sharded
+over ranks: `VocabShard` holds this rank's row range and the collectives, so that this file needs no torch.distributed.
 
 A chunk is worked through in place, operation by operation, or by three compiled kernels that read the logits in the compute type
 and write their gradient over them: as few bytes as this takes without a kernel of our own.
@@ -25,27 +25,27 @@ CHUNK_ELEMENTS = 1 << 25
 COMPILED_CHUNK_ELEMENTS = 1 << 29
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which rows of the vocabulary are here, and how ranks combine. The default is the whole vocabulary on one rank."""
+    """This rank's rows of the vocabulary and the collectives over its shards. Default: the whole vocabulary on one rank."""
 
     first_row: int = 0
-    reduce_max: Callable[[Tensor], Tensor] = _same
-    reduce_sum: Callable[[Tensor], Tensor] = _same
-    whole_hidden: Callable[[Tensor], Tensor] = _same
-    """All tokens' hidden states from the share that is here; its backward adds up the ranks' gradients."""
-    whole_tokens: Callable[[Tensor], Tensor] = _same
-    """All tokens' hidden states, for a computation that every rank repeats; its backward takes this rank's share."""
-    same_hidden: Callable[[Tensor], Tensor] = _same
-    """Hidden states that every rank has; its backward adds up the ranks' gradients."""
-    rows_here: Callable[[Tensor], Tensor] = _same
-    """The rows of the output matrix that are here."""
+    reduce_max: Callable[[Tensor], Tensor] = _identity
+    reduce_sum: Callable[[Tensor], Tensor] = _identity
+    gather_hidden: Callable[[Tensor], Tensor] = _identity
+    """Gathers the hidden states of all tokens; backward sums the gradients over the ranks."""
+    gather_tokens: Callable[[Tensor], Tensor] = _identity
+    """Gathers the hidden states of all tokens for a computation that every rank repeats; backward takes this rank's slice."""
+    copy_hidden: Callable[[Tensor], Tensor] = _identity
+    """Passes on hidden states that every rank holds; backward sums the gradients over the ranks."""
+    local_rows: Callable[[Tensor], Tensor] = _identity
+    """This rank's rows of the output matrix."""
     compiled: bool = False
-    """Whether chunks go through compiled kernels."""
+    """Whether compiled kernels compute the chunks."""
 
 
 class VocabularyLoss(torch.autograd.Function):
@@ -60,7 +60,7 @@ class VocabularyLoss(torch.autograd.Function):
         labels_N: Tensor,
         weights_N: Tensor,
         vocab_size: int,
-        cut: VocabShard,
+        shard: VocabShard,
     ) -> tuple[Tensor, Tensor]:
         tokens, rows = x_NH.shape[0], matrix_VH.shape[0]
         matrix = matrix_VH.to(x_NH.dtype)
@@ -71,13 +71,13 @@ class VocabularyLoss(torch.autograd.Function):
         dx = torch.empty_like(x_NH) if needs_grad else None
         dmatrix = torch.zeros_like(matrix_VH) if needs_grad else None
         dbias = torch.zeros(rows, dtype=wide, device=x_NH.device) if needs_grad and bias_V is not None else None
-        chunk_loss = _compiled_chunk_loss if cut.compiled else _chunk_loss
-        chunk = _chunk_tokens(tokens, rows, cut.compiled)
+        chunk_loss = _compiled_chunk_loss if shard.compiled else _chunk_loss
+        chunk = _chunk_tokens(tokens, rows, shard.compiled)
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
             x, weights = x_NH[part], weights_N[part].to(wide)
             logits = F.linear(x, matrix, None if bias_V is None else bias_V.to(x.dtype))
-            loss, hits, dlogits = chunk_loss(logits, labels_N[part], weights, vocab_size, cut)
+            loss, hits, dlogits = chunk_loss(logits, labels_N[part], weights, vocab_size, shard)
             total += loss
             right += hits
             if dx is not None and dmatrix is not None:
@@ -107,22 +107,22 @@ def _chunk_tokens(tokens: int, rows: int, compiled: bool) -> int:
 
 
 def _chunk_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, cut: VocabShard
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, hits and d loss / d logits of one chunk. The wide logits' memory becomes that of the gradient."""
     narrow = logits.dtype
     logits = logits.to(weights.dtype)
-    here = vocab_size - cut.first_row
+    here = vocab_size - shard.first_row
     if here < logits.shape[1]:
         logits[:, max(here, 0) :] = -torch.inf  # padded rows are never predicted
-    peak = cut.reduce_max(logits.amax(1))
-    local = labels - cut.first_row
+    peak = shard.reduce_max(logits.amax(1))
+    local = labels - shard.first_row
     mine = (local >= 0) & (local < logits.shape[1])
     index = local.clamp(0, logits.shape[1] - 1)[:, None]
     zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
-    target = cut.reduce_sum(torch.where(mine, logits.gather(1, index).squeeze(1), zero))
+    target = shard.reduce_sum(torch.where(mine, logits.gather(1, index).squeeze(1), zero))
     probability = logits.sub_(peak[:, None]).exp_()
-    normalizer = cut.reduce_sum(probability.sum(1))
+    normalizer = shard.reduce_sum(probability.sum(1))
     loss = ((normalizer.log() + peak - target) * weights).sum()
     hits = ((target >= peak) & (weights > 0)).sum()
     dlogits = probability.mul_((weights / normalizer)[:, None])
@@ -131,15 +131,15 @@ def _chunk_loss(
 
 
 def _compiled_chunk_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, cut: VocabShard
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by compiled kernels. The logits' own memory becomes that of the gradient."""
-    local, here = labels - cut.first_row, vocab_size - cut.first_row
-    if cut.reduce_sum is _same:
+    local, here = labels - shard.first_row, vocab_size - shard.first_row
+    if shard.reduce_sum is _identity:
         loss, hits = _compiled(_whole_chunk)(logits, local, weights, here)
         return loss, hits, logits
-    peak = cut.reduce_max(_compiled(_peaks)(logits, here, weights.dtype))
-    normalizer, target = cut.reduce_sum(_compiled(_sums)(logits, local, peak, here))
+    peak = shard.reduce_max(_compiled(_peaks)(logits, here, weights.dtype))
+    normalizer, target = shard.reduce_sum(_compiled(_sums)(logits, local, peak, here))
     loss, hits = _compiled(_gradient_)(logits, local, weights, peak, normalizer, target, here)
     return loss, hits, logits
 
@@ -190,8 +190,8 @@ def vocabulary_loss(
     weights_N: Tensor,
     vocab_size: int,
     bias_V: Tensor | None = None,
-    cut: VocabShard | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens of weight × cross entropy, and how many weighted tokens were predicted right."""
-    total, right = VocabularyLoss.apply(x_NH, matrix_VH, bias_V, labels_N, weights_N, vocab_size, cut or VocabShard())  # type: ignore[no-untyped-call]
+    total, right = VocabularyLoss.apply(x_NH, matrix_VH, bias_V, labels_N, weights_N, vocab_size, shard or VocabShard())  # type: ignore[no-untyped-call]
     return total, right

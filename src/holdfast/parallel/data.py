@@ -86,7 +86,7 @@ def _split(flat: Tensor, gradients: list[Tensor]) -> list[tuple[Tensor, Tensor]]
     return list(zip(flat.split([gradient.numel() for gradient in gradients]), gradients, strict=True))
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """FSDP2 over `mesh` (shard, or replica × shard): each layer a unit, everything else with the root."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in transformer_layers(model):

@@ -19,36 +19,36 @@ TIED = "embedding.word_embeddings.weight"
 
 
 def build_schedule(
-    parts: list[nn.Module],
+    stages: list[nn.Module],
     grid: Grid,
     *,
     micro_batches: int,
     micro_batch_size: int,
     seq_length: int,
     hidden_size: int,
-    sequence_cut: int,
+    sequence_shards: int,
     terms: int,
     dtype: torch.dtype,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
     """1F1B, or its interleaved form when this rank has several stages."""
     pipeline, rank = grid.layout.pipeline, grid.index("pipeline")
-    stages = pipeline * len(parts)
+    total_stages = pipeline * len(stages)
     tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64, device="meta")
-    hidden = torch.empty(micro_batch_size, seq_length // sequence_cut, hidden_size, dtype=dtype, device="meta")
-    hidden.requires_grad_()  # tells the schedule that gradients flow back between stages
-    total = torch.empty(terms, dtype=torch.float32, device="meta")
+    hidden = torch.empty(micro_batch_size, seq_length // sequence_shards, hidden_size, dtype=dtype, device="meta")
+    hidden.requires_grad_()  # marks that gradients flow back between stages
+    sums = torch.empty(terms, dtype=torch.float32, device="meta")
     built: list[Any] = []
-    for index, part in enumerate(parts):
-        stage = rank + index * pipeline
+    for index, stage in enumerate(stages):
+        number = rank + index * pipeline
         built.append(
             PipelineStage(
-                part,
                 stage,
-                stages,
+                number,
+                total_stages,
                 grid.device,
-                input_args=(tokens if stage == 0 else hidden,),
-                output_args=(total if stage == stages - 1 else hidden,),
+                input_args=(tokens if number == 0 else hidden,),
+                output_args=(sums if number == total_stages - 1 else hidden,),
                 group=grid.group("pipeline"),
             )
         )
@@ -60,7 +60,7 @@ def build_schedule(
 class TiedEmbedding:
     """The group of the first and the last pipeline rank, which hold the same matrix."""
 
-    def __init__(self, parts: list[nn.Module], grid: Grid, tied: bool) -> None:
+    def __init__(self, stages: list[nn.Module], grid: Grid, tied: bool) -> None:
         self._group: dist.ProcessGroup | None = None
         self.copy: nn.Parameter | None = None
         if not tied or grid.layout.pipeline == 1:
@@ -74,7 +74,7 @@ class TiedEmbedding:
             if grid.rank in ends:
                 self._group = group
         if self._group is not None:
-            matrices = [p for part in parts for name, p in part.named_parameters() if name == TIED]
+            matrices = [p for stage in stages for name, p in stage.named_parameters() if name == TIED]
             self._matrices = matrices
             if grid.index("pipeline") == layout.pipeline - 1:
                 self.copy = matrices[0]

@@ -25,7 +25,7 @@ from holdfast.models.dropout import DropoutKeys
 from holdfast.models.loss import VocabShard
 
 
-def cut_model(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Cuts every layer, the embedding and the head of `model` over the ranks of `mesh`."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     for layer in transformer_layers(model):
@@ -42,15 +42,15 @@ def cut_model(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> No
             if name in names:
                 plan[name] = SequenceParallel(use_local_output=True)
     if "output_layer" in names:
-        plan["output_layer"] = ColwiseParallel() if isinstance(names["output_layer"], nn.Linear) else CutRows()
+        plan["output_layer"] = ColwiseParallel() if isinstance(names["output_layer"], nn.Linear) else ShardRows()
     parallelize_module(model, mesh, plan)
-    model.vocabulary_cut = vocabulary_cut(model, mesh, stream)  # type: ignore[assignment]
-    model.sequence_cut = mesh.size() if sequence_parallel else 1  # type: ignore[assignment]
+    model.vocab_shard = build_vocab_shard(model, mesh, stream)  # type: ignore[assignment]
+    model.sequence_shards = mesh.size() if sequence_parallel else 1  # type: ignore[assignment]
     if model.config.hidden_dropout and not sequence_parallel:  # type: ignore[union-attr]
         model.dropout_keys = DropoutKeys()  # type: ignore[assignment]
 
 
-class CutRows(ParallelStyle):
+class ShardRows(ParallelStyle):
     """A module whose parameters are cut by rows and used by someone else."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -79,7 +79,7 @@ def _layer_plan(layer: nn.Module, stream: Placement, sequence_parallel: bool) ->
     return plan
 
 
-def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> VocabShard:
+def build_vocab_shard(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> VocabShard:
     """How the loss works on this rank's rows of the vocabulary."""
     group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
@@ -88,18 +88,18 @@ def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> Voc
         dist.all_reduce(x, operation, group=group)
         return x
 
-    def whole_hidden(x: Tensor) -> Tensor:
+    def gather_hidden(x: Tensor) -> Tensor:
         whole = DTensor.from_local(x, mesh, [stream], run_check=False).redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Partial()])
 
-    def whole_tokens(x: Tensor) -> Tensor:
+    def gather_tokens(x: Tensor) -> Tensor:
         whole = DTensor.from_local(x, mesh, [stream], run_check=False).redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Replicate()])
 
-    def same_hidden(x: Tensor) -> Tensor:
+    def copy_hidden(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
-    def rows_here(matrix: Tensor) -> Tensor:
+    def local_rows(matrix: Tensor) -> Tensor:
         assert isinstance(matrix, DTensor)
         return matrix.to_local()
 
@@ -111,10 +111,10 @@ def vocabulary_cut(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> Voc
         first_row=rank * rows,
         reduce_max=lambda x: reduced(x, dist.ReduceOp.MAX),
         reduce_sum=lambda x: reduced(x, dist.ReduceOp.SUM),
-        whole_hidden=whole_hidden,
-        whole_tokens=whole_tokens,
-        same_hidden=same_hidden,
-        rows_here=rows_here,
+        gather_hidden=gather_hidden,
+        gather_tokens=gather_tokens,
+        copy_hidden=copy_hidden,
+        local_rows=local_rows,
     )
 
 
@@ -137,7 +137,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_cut_over(tensor: Tensor, axis: str) -> bool:
+def is_sharded_over(tensor: Tensor, axis: str) -> bool:
     """Whether a parameter is divided over the ranks of a mesh axis."""
     if not isinstance(tensor, DTensor):
         return False

@@ -26,7 +26,7 @@ from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.system.progress import log
 from holdfast.train.holding import Holding, Progress
 from holdfast.train.metrics import Iteration, Reporter, name_terms
-from holdfast.train.model_families import BatchFeed, build_parts, compute_dtype, family_of
+from holdfast.train.model_families import BatchFeed, build_stages, compute_dtype, family_of
 from holdfast.train.optim import GradientNorm, HostCopy, build_loss_scale, build_optimizer, clip_and_step
 from holdfast.train.schedule import BatchSizeSchedule, batches_of, schedule_of
 from holdfast.train.step import ForwardBackward
@@ -49,18 +49,18 @@ class _Run:
     def __init__(self, config: Config, grid: Grid, feed: BatchFeed) -> None:
         self.config, self.grid, self.feed = config, grid, feed
         assert config.model.vocab_size is not None
-        self.parts = build_parts(config, grid, config.model.vocab_size)
-        tied = TiedEmbedding(self.parts, grid, not config.model.untie_embeddings_and_output_weights)
+        self.stages = build_stages(config, grid, config.model.vocab_size)
+        tied = TiedEmbedding(self.stages, grid, not config.model.untie_embeddings_and_output_weights)
         self.family = family_of(config)
-        self.passes = ForwardBackward(self.parts, grid, tied, self.family.terms, self._shapes())
-        self.norm = GradientNorm(self.parts, grid, tied.copy)
-        self.optimizer = build_optimizer(self.parts, config.optimizer)
+        self.passes = ForwardBackward(self.stages, grid, tied, self.family.terms, self._shapes())
+        self.norm = GradientNorm(self.stages, grid, tied.copy)
+        self.optimizer = build_optimizer(self.stages, config.optimizer)
         self.loss_scale = build_loss_scale(config.optimizer) if config.train.fp16 else None
         self.batches: BatchSizeSchedule = batches_of(config, grid.layout.data)
         self.schedule = schedule_of(config, self.batches)
         self.iterations = self.batches.iterations(config.train.train_iters)
         self.progress = Progress()
-        self.holding = Holding(config, grid, self.parts, self.optimizer, self.progress, self.loss_scale)
+        self.holding = Holding(config, grid, self.stages, self.optimizer, self.progress, self.loss_scale)
         self.pending: Iteration | None = None
         self.stop_agreed = False
 
@@ -70,7 +70,7 @@ class _Run:
             "micro_batch_size": config.train.micro_batch_size,
             "seq_length": config.data.seq_length,
             "hidden_size": config.model.hidden_size,
-            "sequence_cut": self.grid.layout.tensor if config.parallel.sequence_parallel else 1,
+            "sequence_shards": self.grid.layout.tensor if config.parallel.sequence_parallel else 1,
             "dtype": compute_dtype(config),
         }
 
@@ -96,7 +96,7 @@ class _Run:
         progress = self.progress
         size = self.batches.size(progress.consumed_samples)
         lr = self.schedule.lr(progress.consumed_samples)
-        seed_dropout(self.config, progress.step, self.grid, self.parts)
+        seed_dropout(self.config, progress.step, self.grid, self.stages)
         batch = self.feed.training(progress.consumed_samples, size)
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         self.optimizer.zero_grad(set_to_none=True)
@@ -145,15 +145,15 @@ class _Run:
         train = self.config.train
         start = (self.progress.step // train.eval_interval - 1) * train.eval_iters * self.batches.full
         total = torch.zeros(len(self.family.terms), dtype=torch.float64, device=self.grid.device)
-        for part in self.parts:
-            part.eval()
+        for stage in self.stages:
+            stage.eval()
         for index in range(train.eval_iters):
             batch = self.feed.validation(start + index * self.batches.full, self.batches.full)
             if batch is None:
                 break
             total += self.passes.means(batch).double() / train.eval_iters
-        for part in self.parts:
-            part.train()
+        for stage in self.stages:
+            stage.train()
         dist.all_reduce(total)
         if self.pending is not None and self.feed.has_validation:
             terms = name_terms(self.family.terms, total)
@@ -186,7 +186,7 @@ class _Run:
         )
 
 
-def seed_dropout(config: Config, step: int, grid: Grid, parts: Sequence[nn.Module]) -> None:
+def seed_dropout(config: Config, step: int, grid: Grid, stages: Sequence[nn.Module]) -> None:
     """Dropout is drawn from (seed, step, data rank, stage): the same after a resume.
 
     Tensor-parallel ranks draw different masks for what each holds a shard of (attention heads; tokens under sequence
@@ -196,9 +196,9 @@ def seed_dropout(config: Config, step: int, grid: Grid, parts: Sequence[nn.Modul
         return
     place = f"{config.train.seed}:{step}:{grid.data_rank}:{grid.index('pipeline')}"
     torch.manual_seed(_seed_of(f"{place}:tensor {grid.index('tensor')}"))
-    for index, part in enumerate(parts):
-        if isinstance(part.dropout_keys, DropoutKeys):
-            part.dropout_keys.seed(_seed_of(f"{place}:part {index}"))
+    for index, stage in enumerate(stages):
+        if isinstance(stage.dropout_keys, DropoutKeys):
+            stage.dropout_keys.seed(_seed_of(f"{place}:part {index}"))
 
 
 def _seed_of(place: str) -> int:

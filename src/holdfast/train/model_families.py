@@ -16,15 +16,15 @@ from holdfast.data.samples.masking import Masking
 from holdfast.models.bert import BERT
 from holdfast.models.gpt import GPT
 from holdfast.models.initial import initial_value
-from holdfast.parallel.cut import parallelize
 from holdfast.parallel.layout import padded_vocab_size, stage_layers
 from holdfast.parallel.mesh import Grid
+from holdfast.parallel.parallelize import parallelize
 from holdfast.system.errors import HoldfastError
 from holdfast.train.checks.preflight import tokenizer_of
 from holdfast.train.schedule import batches_of
 from holdfast.train.step import PassInputs
 
-FileSpec = tuple[int, int, int]
+SplitSizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Family:
     sum of the losses, each a mean over its own targets."""
     predicted: float
     """Share of the tokens that the output matrix is multiplied with."""
-    source: Callable[[Config, FileSpec], Source]
+    source: Callable[[Config, SplitSizes], Source]
 
 
 def family_of(config: Config) -> Family:
@@ -80,28 +80,28 @@ def build_stage(
         )
 
 
-def build_parts(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]:
-    """The pipeline stages of this rank, cut and filled: one module, or several when stages are interleaved."""
-    stages = stage_layers(config.model, config.parallel)
-    parts: list[nn.Module] = []
+def build_stages(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]:
+    """The pipeline stages of this rank, parallelized and initialized: one, or several in the interleaved schedule."""
     dtype = compute_dtype(config)
     compiled = config.train.compile if config.train.compile is not None else grid.device.type == "cuda"
-    for stage in range(grid.index("pipeline"), len(stages), grid.layout.pipeline):
-        part = build_stage(config, stage, grid.layout.tensor, vocab_size, dtype)
+    initial = functools.partial(initial_value, config=config.model, seed=config.train.seed, vocab_size=vocab_size)
+    stages: list[nn.Module] = []
+    for number in range(grid.index("pipeline"), grid.layout.pipeline * grid.layout.virtual, grid.layout.pipeline):
+        stage = build_stage(config, number, grid.layout.tensor, vocab_size, dtype)
         parallelize(
-            part,
+            stage,
             grid,
-            functools.partial(initial_value, config=config.model, seed=config.train.seed, vocab_size=vocab_size),
+            initial,
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=config.train.recompute_granularity,
             compiled=compiled,
             dtype=dtype,
         )
-        parts.append(part)
-    return parts
+        stages.append(stage)
+    return stages
 
 
-def gpt_source(config: Config, wanted: FileSpec) -> Source:
+def gpt_source(config: Config, wanted: SplitSizes) -> Source:
     data = config.data
     splits = build_gpt_splits(
         data.data_path, data.split, data.seq_length, config.train.seed, wanted, data.data_cache_path
@@ -130,7 +130,7 @@ def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInp
     return PassInputs(here.tokens, everywhere, at_loss, counted)
 
 
-def bert_source(config: Config, wanted: FileSpec) -> Source:
+def bert_source(config: Config, wanted: SplitSizes) -> Source:
     data = config.data
     tokenizer = tokenizer_of(config)
     assert tokenizer is not None  # checked before any rank started

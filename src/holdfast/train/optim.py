@@ -13,17 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.config import OptimizerConfig
 from holdfast.parallel.mesh import Grid
-from holdfast.parallel.tensor import is_cut_over, local
+from holdfast.parallel.tensor import is_sharded_over, local
 from holdfast.train.lamb import Lamb
 
 
-def build_optimizer(parts: list[nn.Module], options: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(stages: list[nn.Module], options: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW or LAMB over four groups: with and without decay, sharded and plain (fused kernels take one kind at a time)."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for part in parts:
-        for parameter in part.parameters():
-            decays, cut = parameter.ndim >= 2, isinstance(parameter, DTensor)
-            groups.setdefault((decays, cut), []).append(parameter)
+    for stage in stages:
+        for parameter in stage.parameters():
+            decays, sharded = parameter.ndim >= 2, isinstance(parameter, DTensor)
+            groups.setdefault((decays, sharded), []).append(parameter)
     described = [
         {"params": parameters, "weight_decay": options.weight_decay if decays else 0.0}
         for (decays, _), parameters in sorted(groups.items())
@@ -75,14 +75,14 @@ def build_loss_scale(options: OptimizerConfig) -> LossScale:
 class GradientNorm:
     """The norm of the whole model's gradient, and sums that travel with it."""
 
-    def __init__(self, parts: list[nn.Module], grid: Grid, tied_copy: nn.Parameter | None) -> None:
+    def __init__(self, stages: list[nn.Module], grid: Grid, tied_copy: nn.Parameter | None) -> None:
         self._device = grid.device
         first_replica = grid.index("replica") == 0
         self._counted = []
-        for part in parts:
-            for parameter in part.parameters():
-                whole_here = not is_cut_over(parameter, "tensor") and grid.index("tensor") > 0
-                unsharded_here = not is_cut_over(parameter, "shard") and grid.index("shard") > 0
+        for stage in stages:
+            for parameter in stage.parameters():
+                whole_here = not is_sharded_over(parameter, "tensor") and grid.index("tensor") > 0
+                unsharded_here = not is_sharded_over(parameter, "shard") and grid.index("shard") > 0
                 if first_replica and not whole_here and not unsharded_here and parameter is not tied_copy:
                     self._counted.append(parameter)
 

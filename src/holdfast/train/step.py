@@ -56,12 +56,12 @@ class ForwardBackward:
     """
 
     def __init__(
-        self, parts: list[nn.Module], grid: Grid, tied: TiedEmbedding, terms: Sequence[str], shapes: dict[str, Any]
+        self, stages: list[nn.Module], grid: Grid, tied: TiedEmbedding, terms: Sequence[str], shapes: dict[str, Any]
     ) -> None:
-        self._parts, self._grid, self._tied, self._shapes = parts, grid, tied, shapes
+        self._stages, self._grid, self._tied, self._shapes = stages, grid, tied, shapes
         self._losses = [index for index, name in enumerate(terms) if name.endswith("loss")]
         self._zeros = torch.zeros(len(terms), device=grid.device)
-        self._parameters = [p for part in parts for p in part.parameters()]
+        self._parameters = [p for stage in stages for p in stage.parameters()]
         self._schedules: dict[int, Any] = {}
         self._weights = self._means = self._zeros
         self.begin: Callable[[str], None] = _unwatched
@@ -102,9 +102,9 @@ class ForwardBackward:
     def means(self, batch: Sequence[PassInputs]) -> Tensor:
         """This rank's share of each term's mean, without gradients."""
         means = self._run(batch, 1.0, False)
-        for part in self._parts:
-            if isinstance(part, FSDPModule):
-                part.reshard()  # without a backward pass the root would keep its gathered weights
+        for stage in self._stages:
+            if isinstance(stage, FSDPModule):
+                stage.reshard()  # without a backward pass the root would keep its gathered weights
         return means
 
     def _run(self, batch: Sequence[PassInputs], factor: float, backward: bool) -> Tensor:
@@ -124,7 +124,7 @@ class ForwardBackward:
         return torch.stack([means[index] for index in self._losses]).sum()
 
     def _plain(self, batch: Sequence[PassInputs], backward: bool) -> None:
-        (model,) = self._parts
+        (model,) = self._stages
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule) and backward:
                 model.set_requires_gradient_sync(index == len(batch) - 1)
@@ -151,7 +151,7 @@ class ForwardBackward:
     def _schedule(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
             self._schedules[micro_batches] = build_schedule(
-                self._parts,
+                self._stages,
                 self._grid,
                 micro_batches=micro_batches,
                 terms=len(self._zeros),

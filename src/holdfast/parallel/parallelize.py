@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.parallel.data import shard_model
+from holdfast.parallel.data import apply_fsdp
 from holdfast.parallel.mesh import Grid
-from holdfast.parallel.tensor import cut_model, load_shard, transformer_layers
+from holdfast.parallel.tensor import apply_tensor_parallel, load_shard, transformer_layers
 
 
 def parallelize(
@@ -28,17 +28,17 @@ def parallelize(
 ) -> None:
     """Takes a model on the meta device to its place in the grid, weights included."""
     if grid.layout.tensor > 1:
-        cut_model(model, grid.mesh["tensor"], sequence_parallel)
+        apply_tensor_parallel(model, grid.mesh["tensor"], sequence_parallel)
     if recompute != "none":
         for layer in transformer_layers(model):
             recompute_in_backward(layer.self_attention if recompute == "selective" else layer)  # type: ignore[arg-type]
     if compiled:
         for layer in transformer_layers(model):
             layer.compile(dynamic=False)
-        model.vocabulary_cut = replace(model.vocabulary_cut, compiled=True)  # type: ignore[type-var]
+        model.vocab_shard = replace(model.vocab_shard, compiled=True)  # type: ignore[type-var]
     if grid.layout.shard > 1:
         axes = ("replica", "shard") if grid.layout.replica > 1 else ("shard",)
-        shard_model(model, grid.mesh[axes], dtype)
+        apply_fsdp(model, grid.mesh[axes], dtype)
     model.to_empty(device=grid.device)
     for name, parameter in model.named_parameters():
         load_shard(parameter, initial(name, parameter.shape))
