@@ -8,6 +8,9 @@ READY := $(VENV)/.ready
 # replaced: the replacement would run the same test again.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# What codespell reads; its settings are in pyproject.toml.
+PROSE := src tests docs examples configs deploy .ci README.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml
+
 .PHONY: demo test test-all check format clean
 
 demo: $(READY)
@@ -24,6 +27,7 @@ test-all: $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m codespell_lib $(PROSE)
 	$(BIN)/mypy
 
 format: $(READY)
