@@ -77,7 +77,6 @@ def with_tokenizers(source: str, writer: Writer, vocab: str, merges: str, worker
 
 def with_gigatoken(source: str, writer: Writer, vocab: str, merges: str, workers: int) -> None:
     import gigatoken
-
     import tokenizers
 
     definition = read_recipe("GPT2BPETokenizer", vocab, merges).definition
