@@ -9,8 +9,8 @@ import pytest
 
 from holdfast import cli
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.snapshot.keeper.checkpoint_writer import OvertakenError, held_at
 from holdfast.snapshot.memory.arena import NOTHING, Arena, DamagedError
+from holdfast.snapshot.memory.ready_slot import OvertakenError, find_ready
 from tests.snapshot.harness import Fault, launch, nothing_left, wait_for
 
 pytestmark = pytest.mark.distributed
@@ -73,7 +73,7 @@ def test_a_slot_that_is_used_again_while_it_is_verified_is_not_called_damaged(ru
     launch(run).wait(run)
     with contextlib.closing(Arena(min(memory.rglob("*.arena")))) as arena:
         (step, _) = sorted(arena.ready_steps(), reverse=True)
-        held = held_at(arena, step)
+        held = find_ready(arena, step)
         held.verify()
         held.slot.payload[held.slot.layout(held.header).starts[0]] ^= 1  # a trainer copies the next step into it ...
         with pytest.raises(DamagedError):

@@ -9,8 +9,8 @@ from typing import Any
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
 from holdfast.checkpoint.reader import Checkpoint
-from holdfast.snapshot.keeper.checkpoint_writer import OvertakenError, ReadySlot, common_steps, newest_generation
 from holdfast.snapshot.memory.arena import EMPTY, READY, SLOTS, STATES, Arena, DamagedError
+from holdfast.snapshot.memory.ready_slot import OvertakenError, ReadySlot, common_steps, newest_generation
 from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, open_arenas
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal

@@ -37,6 +37,7 @@ from holdfast.snapshot.keeper.starting import start_keeper
 from holdfast.snapshot.memory.arena import DamagedError
 from holdfast.snapshot.memory.copier import Copy
 from holdfast.snapshot.memory.random_state import Extra, random_state
+from holdfast.snapshot.memory.ready_slot import find_ready
 from holdfast.snapshot.memory.run_memory import MEMORY, RunMemory, open_private, remove_stale, write_json
 from holdfast.snapshot.memory.slot_allocator import SlotAllocator
 from holdfast.snapshot.nan_guard import NanGuard
@@ -353,8 +354,8 @@ class Snapshots:
     def _pin_for_save(self, step: int) -> str | None:
         """Pins the slot of this step; the start of the run that its content comes from, or None if it is not held."""
         try:
-            found = self._holder.arena.find(step) if self._holder.arena is not None else None
-            token = str(found[0].small_state(found[1])["token"]) if found is not None else None
+            found = find_ready(self._holder.arena, step) if self._holder.arena is not None else None
+            token = str(found.slot.small_state(found.header)["token"]) if found is not None else None
         except DamagedError:
             return None
         return token if self._holder.pin(step) else None

@@ -16,6 +16,7 @@ from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.snapshot.keeper import checkpoint_writer as persisting
 from holdfast.snapshot.keeper.agreement import Meeting
+from holdfast.snapshot.memory.ready_slot import common_steps
 from holdfast.snapshot.memory.run_memory import open_arenas
 from holdfast.system.errors import HoldfastError
 from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
@@ -138,7 +139,7 @@ def halves(pair):  # noqa: F811
     wait_for(lambda: places(pair)[1].pages()[1]["ready"] >= 3, "the run to train")
     stop_everything(pair, launched)
     arenas = [open_arenas(run_memory.arenas(), run_memory.key) for run_memory in places(pair)]
-    yield arenas, max(set.intersection(*(set(persisting.common_steps(half)) for half in arenas)))
+    yield arenas, max(set.intersection(*(set(common_steps(half)) for half in arenas)))
     for half in arenas:
         for arena in half:
             arena.close()

@@ -10,10 +10,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast.checkpoint.folder import (
     new_temporary,
@@ -36,7 +36,8 @@ from holdfast.checkpoint.manifest import (
     write_manifest,
 )
 from holdfast.checkpoint.retention import retain
-from holdfast.snapshot.memory.arena import READY, Arena, DamagedError, Slot, SlotHeader
+from holdfast.snapshot.memory.arena import Arena, DamagedError
+from holdfast.snapshot.memory.ready_slot import OvertakenError, ReadySlot, find_ready
 from holdfast.snapshot.memory.run_memory import read_json, write_json
 from holdfast.system.atomic_files import explain_os_error, fsync
 from holdfast.system.errors import HoldfastError
@@ -45,88 +46,6 @@ ENTRY_SUFFIX, LIFE_SUFFIX = ".entry.json", ".life.json"
 LIFE_SECONDS = 1.0
 WRITE_SECONDS = 4 * 3600.0
 """the longest that keepers wait for each other while all of them show life"""
-LOOKS = 3
-T = TypeVar("T")
-
-
-class OvertakenError(HoldfastError):
-    """Training went on and used the slot again before the step was pinned."""
-
-
-@dataclass(frozen=True)
-class ReadySlot:
-    """A READY slot: where, and what it says."""
-
-    arena: Arena
-    index: int
-    header: SlotHeader
-
-    @property
-    def slot(self) -> Slot:
-        return self.arena.slot(self.index)
-
-    @property
-    def small(self) -> dict[str, Any]:
-        return self._unless_overtaken(self.slot.small_state)
-
-    def verify(self) -> None:
-        self._unless_overtaken(self.slot.verify)
-
-    def _unless_overtaken(self, read: Callable[[SlotHeader], T]) -> T:
-        """What is read from the slot; one that was used again meanwhile is not called damaged."""
-        try:
-            return read(self.header)
-        except DamagedError:
-            self.check_still_there()
-            raise
-
-    def still_there(self) -> bool:
-        return self.slot.header() == self.header
-
-    def check_still_there(self) -> None:
-        if not self.still_there():
-            raise OvertakenError(f"step {self.header.step} of rank {self.arena.rank} was overwritten meanwhile")
-
-
-def held_at(arena: Arena, step: int) -> ReadySlot | None:
-    best = None
-    for index, header in enumerate(arena.headers()):
-        younger = best is None or header.sequence > best.header.sequence
-        if header.state == READY and header.step == step and younger:
-            best = ReadySlot(arena, index, header)
-    return best
-
-
-def newest_generation(arenas: Sequence[Arena]) -> list[Arena]:
-    """The arenas of the youngest plan that has a common step; of the youngest plan where none has."""
-    generations = sorted({arena.generation for arena in arenas}, reverse=True)
-    for generation in generations:
-        group = [arena for arena in arenas if arena.generation == generation]
-        if common_steps(group):
-            return group
-    return [arena for arena in arenas if generations and arena.generation == generations[0]]
-
-
-def common_steps(arenas: Sequence[Arena]) -> list[int]:
-    """The steps that every rank of this node has READY, newest first."""
-    if not arenas:
-        return []
-    for _ in range(LOOKS):  # ranks that train may have gone on between two looks
-        steps = set.intersection(*(arena.ready_steps() for arena in arenas))
-        if steps:
-            break
-    whole = []
-    for step in sorted(steps, reverse=True):
-        held = held_at(arenas[0], step)
-        if held is None:
-            continue
-        try:
-            here = held.slot.small_state(held.header)["here"]
-        except DamagedError:
-            continue
-        if {arena.rank for arena in arenas} >= set(here):
-            whole.append(step)
-    return whole
 
 
 def all_passed(arenas: list[Arena], step: int) -> bool:
@@ -150,7 +69,7 @@ def write_checkpoint(
     is for those that do not. `alone`: nobody is expected to come, so that a node that holds everything need not wait at all.
     `kept`: for retention, the step that the run resumed from, and those that this process wrote.
     """
-    held = {arena.rank: found for arena in arenas if (found := held_at(arena, step)) is not None}
+    held = {arena.rank: found for arena in arenas if (found := find_ready(arena, step)) is not None}
     if len(held) != len(arenas) or not held:
         raise OvertakenError(f"step {step} is no longer in memory")
     facts = next(iter(held.values())).small
@@ -301,7 +220,7 @@ def is_published(final: Path, token: str) -> bool:
 def start_token(arenas: Sequence[Arena], step: int) -> str | None:
     """The start of the run that this step in memory comes from."""
     for arena in arenas:
-        if (held := held_at(arena, step)) is not None:
+        if (held := find_ready(arena, step)) is not None:
             with contextlib.suppress(DamagedError, OvertakenError):
                 return str(held.small["token"])
     return None
@@ -328,7 +247,7 @@ def _write_entry(folder: Path, held: ReadySlot, writes: bool) -> None:
         "tensors": {p.name: (p.dtype, list(p.global_shape)) for p in held.slot.layout(held.header).pieces},
         "small": held.small,
     }
-    held.check_still_there()
+    held.check_unchanged()
     write_json(folder / f"rank-{held.arena.rank:05d}{ENTRY_SUFFIX}", record)
 
 

@@ -22,8 +22,8 @@ import xxhash
 
 from holdfast.checkpoint.layout import PAGE
 from holdfast.snapshot.keeper.channel import TIMEOUT, Channel, run_identity
-from holdfast.snapshot.keeper.checkpoint_writer import ReadySlot, common_steps, held_at, newest_generation
 from holdfast.snapshot.memory.arena import NOTHING, PEER, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
+from holdfast.snapshot.memory.ready_slot import ReadySlot, common_steps, find_ready, newest_generation
 from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
@@ -162,7 +162,7 @@ class Replicator:
             begin, step = time.perf_counter(), headers[0].step
             for found in held:
                 self._ship(peer, found, settings.get("peer_bytes_per_second", BYTES_PER_SECOND))
-            if all(found.still_there() for found in held):
+            if all(found.unchanged() for found in held):
                 self._shipped = headers
                 for rank, page in self._place.pages().items():
                     if rank in settings["here"]:
@@ -300,7 +300,7 @@ class Replicator:
 def _chosen(arenas: Sequence[Arena]) -> list[ReadySlot]:
     """The slots of the newest step that all ranks here keep for the peer."""
     for step in common_steps(arenas):
-        held = [found for arena in arenas if (found := held_at(arena, step))]
+        held = [found for arena in arenas if (found := find_ready(arena, step))]
         if held and all(found.arena.pinned(found.index, PEER) for found in held):
             return held
     return []

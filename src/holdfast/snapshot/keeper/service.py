@@ -18,12 +18,8 @@ from typing import Any
 
 from holdfast.checkpoint.folder import LATEST, checkpoints_in, point_latest
 from holdfast.snapshot.keeper.checkpoint_writer import (
-    OvertakenError,
     all_passed,
-    common_steps,
-    held_at,
     is_published,
-    newest_generation,
     retain_after,
     start_token,
     write_checkpoint,
@@ -34,6 +30,7 @@ from holdfast.snapshot.keeper.rank_watch import RankWatch
 from holdfast.snapshot.keeper.requests import INVITED, LAST, SaveRequest
 from holdfast.snapshot.keeper.status import claim_status
 from holdfast.snapshot.memory.arena import Arena, DamagedError
+from holdfast.snapshot.memory.ready_slot import OvertakenError, common_steps, find_ready, newest_generation
 from holdfast.snapshot.memory.run_memory import (
     SERVE,
     RunMemory,
@@ -262,7 +259,7 @@ class Keeper:
 
     def _write(self, job: SaveRequest, arenas: list[Arena], step: int) -> Path:
         begin = time.perf_counter()
-        slots = [found for arena in arenas if (found := held_at(arena, step))]
+        slots = [found for arena in arenas if (found := find_ready(arena, step))]
         with pinned(slots):
             checkpoints, kept = self.run_memory.folder / "checkpoints", (job.resumed, self._written)
             path = write_checkpoint(arenas, step, checkpoints, job.retention, alone=job.alone, kept=kept)
@@ -298,7 +295,7 @@ class Keeper:
         remove_dead_temporaries(self.run_memory)
         arenas = self.arenas()
         for step in common_steps(arenas)[:1]:
-            for found in [held for arena in arenas if (held := held_at(arena, step))]:
+            for found in [held for arena in arenas if (held := find_ready(arena, step))]:
                 try:
                     found.verify()
                 except OvertakenError:
@@ -306,7 +303,7 @@ class Keeper:
                 except DamagedError as error:
                     self.journal.event("snapshot", step=step, outcome="damaged", reason=str(error))
                 else:
-                    if found.still_there():
+                    if found.unchanged():
                         found.arena.set_verified(found.index, found.header.sequence)
         for arena in arenas:
             arena.close()

@@ -313,14 +313,6 @@ class Arena:
         # Read, not mapped: to look at a page of a slot that takes no memory would allocate it, or end in SIGBUS if none is left.
         return os.pread(self._descriptor, _SLOT.size + 8, self.sizes.file(index))
 
-    def find(self, step: int) -> tuple[Slot, SlotHeader] | None:
-        """The READY slot of a step, the younger one where there are two."""
-        found = [(h.sequence, i) for i, h in enumerate(self.headers()) if h.state == READY and h.step == step]
-        if not found:
-            return None
-        index = max(found)[1]
-        return self.slot(index), self.slot(index).header()
-
     def ready_steps(self) -> set[int]:
         return {header.step for header in self.headers() if header.state == READY}
 

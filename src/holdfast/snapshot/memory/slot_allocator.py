@@ -38,6 +38,7 @@ from holdfast.snapshot.memory.arena import (
     slots_at_most,
 )
 from holdfast.snapshot.memory.copier import Copier, Copy
+from holdfast.snapshot.memory.ready_slot import find_ready
 from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas
 from holdfast.snapshot.ranks.rank_group import RankGroup
 from holdfast.snapshot.ranks.status_page import NOT_HELD, RankStatus
@@ -154,14 +155,10 @@ class SlotAllocator:
 
     def pin(self, step: int, pinned: bool = True) -> bool:
         """Keeps the slot of this step from being overwritten, until the keeper has written it to disk."""
-        if self.arena is None:
-            return False
-        found = [
-            (h.sequence, index) for index, h in enumerate(self.arena.headers()) if (h.state, h.step) == (READY, step)
-        ]
-        if found:  # a step that was taken again after a resume is in two slots; the keeper writes the younger
-            self.arena.pin(max(found)[1], pinned)
-        return bool(found)
+        found = find_ready(self.arena, step) if self.arena is not None else None
+        if found is not None:
+            found.arena.pin(found.index, pinned)
+        return found is not None
 
     def keep_for_peers(self, steps: Sequence[int | None]) -> None:
         """Of these steps and no others the slots are kept until they are no longer among them."""

@@ -7,8 +7,8 @@ keeper sets KEEPER around its own writing, and a new keeper releases what a kill
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from holdfast.snapshot.keeper.checkpoint_writer import ReadySlot
 from holdfast.snapshot.memory.arena import DISK, KEEPER, SLOTS
+from holdfast.snapshot.memory.ready_slot import ReadySlot
 from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas
 
 
