@@ -3,15 +3,13 @@
 import errno
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
 
 from holdfast.system import leases
-from holdfast.system.leases import Identity, LeaseLost, claim, newest_lease, this_process
+from holdfast.system.leases import LeaseLost, claim, newest_lease
+from holdfast.system.processes import this_process
 
 
 def try_to_claim(folder, gate, winners):
@@ -95,60 +93,6 @@ def test_a_lease_cannot_point_at_a_part_elsewhere(tmp_path):
     assert held
     seen = newest_lease(tmp_path)
     assert seen and seen.part == "" and seen.holder is None
-
-
-def start_child(code: str) -> subprocess.Popen:
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
-    assert child.stdout
-    child.stdout.readline()
-    return child
-
-
-def identity_of(pid: int) -> Identity:
-    here = this_process()
-    return Identity(here.host, here.boot, here.pid_namespace, pid, leases._state_and_start(pid)[1])
-
-
-def test_the_living_the_zombie_and_the_gone():
-    child = start_child("print('up', flush=True); input()")
-    who = identity_of(child.pid)
-    assert not who.is_dead()
-    child.kill()
-    end = time.monotonic() + 60
-    while leases._state_and_start(child.pid)[0] != "Z":
-        assert time.monotonic() < end
-    assert who.is_dead(), "a zombie"
-    child.communicate()
-    assert who.is_dead(), "gone"
-
-
-def test_a_process_whose_first_thread_ended_is_not_a_zombie():
-    """Its state says Z while another thread works on."""
-    code = """
-import ctypes, threading, time
-def work():
-    while open('/proc/self/stat').read().rpartition(')')[2].split()[0] != 'Z':
-        time.sleep(0.01)
-    print('first thread ended', flush=True)
-    time.sleep(600)
-threading.Thread(target=work).start()
-ctypes.CDLL(None).syscall(60 if __import__('platform').machine() == 'x86_64' else 93, 0)
-"""
-    child = start_child(code)
-    try:
-        assert leases._state_and_start(child.pid)[0] == "Z"
-        assert not identity_of(child.pid).is_dead()
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def test_a_process_of_another_boot_or_container_is_never_proven_dead():
-    here = this_process()
-    assert not Identity(here.host, "another-boot", here.pid_namespace, 1 << 30, 1).is_dead()
-    assert not Identity(here.host, here.boot, "pid:[1]", 1 << 30, 1).is_dead()
-    assert not Identity(here.host, "", "", 1 << 30, 1).is_dead()
-    assert Identity(here.host, here.boot, here.pid_namespace, 1 << 30, 1).is_dead()
 
 
 def test_threads_of_one_process_share_one_download(server, cache):

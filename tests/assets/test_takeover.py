@@ -18,7 +18,8 @@ from holdfast import fetch
 from holdfast.assets.cache import entry_of
 from holdfast.assets.part import Description
 from holdfast.system.errors import HoldfastError
-from holdfast.system.leases import Identity, Lease, claim, newest_lease, this_process
+from holdfast.system.leases import Lease, claim, newest_lease
+from holdfast.system.processes import ProcessIdentity, this_process
 from tests.assets.loopback import Server, sha256, some_bytes
 from tests.assets.test_fetching import files_in, leftovers_in
 
@@ -192,7 +193,7 @@ def test_a_stopped_holder_that_wakes_up_while_its_successor_downloads_steps_back
 
 
 def leave_behind(
-    folder: Path, url: str, count: int, holder: Identity, durable: int = 0, released: bool = False
+    folder: Path, url: str, count: int, holder: ProcessIdentity, durable: int = 0, released: bool = False
 ) -> None:
     """What a holder leaves that wrote `count` bytes and then was heard of no more."""
     folder.mkdir(parents=True)
@@ -203,11 +204,11 @@ def leave_behind(
     (folder / ".lease-000001").write_text(json.dumps(lease))
 
 
-def dead_process() -> Identity:
+def dead_process() -> ProcessIdentity:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     here = this_process()
-    return Identity(here.host, here.boot, here.pid_namespace, child.pid, 1)
+    return ProcessIdentity(here.host, here.boot, here.pid_namespace, child.pid, 1)
 
 
 def test_a_holder_killed_after_the_last_byte_leaves_nothing_to_ask_for(server: Server, cache: Path):
@@ -220,7 +221,7 @@ def test_a_holder_killed_after_the_last_byte_leaves_nothing_to_ask_for(server: S
 def test_a_pid_that_another_process_has_by_now_proves_death(server: Server, cache: Path):
     url = server.put("/vocab.json", CONTENT)
     here = this_process()
-    reused = Identity(here.host, here.boot, here.pid_namespace, here.pid, here.start + 1)
+    reused = ProcessIdentity(here.host, here.boot, here.pid_namespace, here.pid, here.start + 1)
     leave_behind(entry_of(cache, url).folder, url, 1_000_000, reused)
     assert fetch(url, timeout=PATIENCE).read_bytes() == CONTENT
     assert server.requests[0].start == 1_000_000
@@ -231,7 +232,7 @@ def test_a_silent_holder_of_another_machine_is_succeeded_after_the_lease_and_onl
 ):
     monkeypatch.setenv("HOLDFAST_LEASE_SECONDS", "0.5")
     url = server.put("/vocab.json", CONTENT)
-    elsewhere = Identity("node17", "another-boot", "pid:[1]", 1, 1)
+    elsewhere = ProcessIdentity("node17", "another-boot", "pid:[1]", 1, 1)
     leave_behind(entry_of(cache, url).folder, url, 2_000_000, elsewhere, durable=1_500_000)
     began = time.monotonic()
     assert fetch(url, timeout=PATIENCE).read_bytes() == CONTENT

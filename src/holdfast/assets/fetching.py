@@ -19,7 +19,8 @@ from holdfast.assets.transfer import Deadline, Transfer
 from holdfast.assets.waiting import DownloadWaiter
 from holdfast.system import atomic_files as publish
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.system.leases import HeldLease, Lease, LeaseLost, claim, newest_lease, this_machine
+from holdfast.system.leases import HeldLease, Lease, LeaseLost, claim, newest_lease
+from holdfast.system.processes import boot_id
 from holdfast.system.progress import progress
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -199,7 +200,7 @@ def _download(
 def _inherit(part: Part, predecessor: Lease | None, held: HeldLease) -> None:
     if predecessor is None or predecessor.holder is None:
         return
-    trust_all = predecessor.holder.boot == this_machine()[0]
+    trust_all = predecessor.holder.boot == boot_id()
     if part.path.name == predecessor.part:
         part.continue_bytes(trust_all, held.beat)
     else:

@@ -13,6 +13,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from holdfast.system.atomic_files import replace_file
+from holdfast.system.descriptors import write_all
+
 BLOCK = 1 << 20
 SYNC_EVERY = 64 << 20
 
@@ -66,7 +69,7 @@ class Part:
         with suppress(FileNotFoundError), other.open("rb") as source:
             about = description.read_bytes()
             while block := source.read(BLOCK):
-                os.write(self._descriptor, block)
+                write_all(self._descriptor, block)
                 beat()
             # The sleeper may have started over between the two reads; then the description is another one.
             if description.read_bytes() == about:
@@ -85,12 +88,9 @@ class Part:
             self._write_description()
 
     def append(self, chunk: bytes) -> None:
-        view = memoryview(chunk)
-        while view:
-            written = os.write(self._descriptor, view)
-            self._hash.update(view[:written])
-            self.size += written
-            view = view[written:]
+        write_all(self._descriptor, chunk)
+        self._hash.update(chunk)
+        self.size += len(chunk)
         if self.size - self.about.durable >= SYNC_EVERY:
             self.sync()
 
@@ -123,6 +123,4 @@ class Part:
         os.close(self._descriptor)
 
     def _write_description(self) -> None:
-        draft = self._description_path.with_name(self._description_path.name + ".tmp")
-        draft.write_text(json.dumps(asdict(self.about)))
-        os.replace(draft, self._description_path)
+        replace_file(self._description_path, json.dumps(asdict(self.about)).encode())

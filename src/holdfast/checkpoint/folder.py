@@ -6,6 +6,7 @@ temporary folder identifies the process that writes it: machine (boot and pid na
 removed only by a process that can prove that one dead.
 """
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -13,12 +14,12 @@ import os
 import re
 import secrets
 import shutil
-import socket
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.checkpoint.manifest import FILE_NAME
-from holdfast.system.atomic_files import fsync, publish_text, remove_temporaries
-from holdfast.system.leases import Identity, this_machine, this_process
+from holdfast.system.atomic_files import fsync, publish_text, remove_temporaries, rename_into_place
+from holdfast.system.processes import this_machine, this_process
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<machine>[0-9a-f]{16})-(?P<process>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.tmp")
@@ -68,7 +69,7 @@ def remove_dead_temporaries(folder: Path) -> list[Path]:
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = TEMPORARY.fullmatch(entry.name)
         if match and match["machine"] == _machine():
-            writer = Identity(socket.gethostname(), *this_machine(), int(match["process"]), int(match["start"]))
+            writer = replace(this_process(), pid=int(match["process"]), start=int(match["start"]))
             if writer.is_dead():
                 shutil.rmtree(entry, ignore_errors=True)
                 removed.append(entry)
@@ -91,16 +92,15 @@ def remove_earlier_starts(folder: Path, token: str) -> list[Path]:
 def publish_step(temporary: Path, final: Path) -> None:
     """Gives a complete temporary folder its name, in place of an older one of the same step, and points `latest` at it."""
     fsync(temporary)
-    if not final.exists():
-        os.rename(temporary, final)
-    elif _exchange(temporary, final):
+    if final.exists() and _exchange(temporary, final):
+        fsync(final.parent)
         shutil.rmtree(temporary, ignore_errors=True)
     else:
         aside = new_temporary(final.parent, 0)
-        os.rename(final, aside)
-        os.rename(temporary, final)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(final, aside)
+        rename_into_place(temporary, final)
         shutil.rmtree(aside, ignore_errors=True)
-    fsync(final.parent)
     point_latest(final)
 
 

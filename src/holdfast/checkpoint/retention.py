@@ -6,13 +6,13 @@ The invariant: only a checkpoint that verifies (manifest, sizes, checksums) coun
 
 import functools
 import os
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 from holdfast.checkpoint.folder import checkpoints_in, new_temporary
 from holdfast.checkpoint.manifest import FILE_NAME
 from holdfast.checkpoint.reader import open_checkpoint
+from holdfast.system.atomic_files import remove_folder
 from holdfast.system.errors import HoldfastError
 
 
@@ -41,8 +41,7 @@ def retain(
         if step in kept or step in protect or (keep_every and step % keep_every == 0):
             continue
         aside = new_temporary(folder, step)
-        os.rename(path, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_folder(path, aside)
         removed.append(path)
     return removed
 

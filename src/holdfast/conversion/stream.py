@@ -23,6 +23,7 @@ from holdfast.conversion.files.torch_files import TorchLayout, lay_out_torch
 from holdfast.conversion.files.zips import Region, check_crc
 from holdfast.conversion.model import Mapped
 from holdfast.conversion.tensors import BLOCK_BYTES, Tensor
+from holdfast.system.descriptors import pwrite_all
 from holdfast.system.progress import progress
 
 FORGET_EVERY = 32 << 20
@@ -107,7 +108,7 @@ def _open_target(file: PlannedFile, path: Path) -> _Target:
         layout.start(descriptor)
         return _Target(descriptor, layout.places, layout)
     header, places = file.layout or safetensors_header(file.tensors, file.metadata)
-    os.pwrite(descriptor, header, 0)
+    pwrite_all(descriptor, header, 0)
     os.ftruncate(descriptor, len(header) + sum(tensor.nbytes for tensor in file.tensors.values()))
     return _Target(descriptor, places, None)
 
@@ -163,7 +164,7 @@ def _write_tensor(
     checksum, digest, since = 0, hashlib.sha256(), 0
     for block in tensor.blocks(_scratch()):
         data = np.ascontiguousarray(block).data.cast("B") if block.size else memoryview(b"")
-        _write_all(target.descriptor, data, at)
+        pwrite_all(target.descriptor, data, at)
         if target.torch is not None:
             checksum = zlib.crc32(data, checksum)
         if digests is not None:
@@ -187,12 +188,6 @@ def _scratch() -> NDArray[np.uint8]:
         _LOCAL.buffer = np.empty(BLOCK_BYTES, np.uint8)
     buffer: NDArray[np.uint8] = _LOCAL.buffer
     return buffer
-
-
-def _write_all(descriptor: int, data: memoryview, at: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, at)
-        data, at = data[written:], at + written
 
 
 def drop_pages(regions: Sequence[Mapped]) -> None:

@@ -5,14 +5,13 @@ quarantined is the suspected state and what descends from it; nothing is removed
 loop, and a NaN that has nothing to do with the resumed state costs nothing.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.system.atomic_files import publish_bytes, remove_temporaries
+from holdfast.system.atomic_files import publish_bytes, remove_temporaries, rename_into_place
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
 
@@ -77,5 +76,5 @@ def _set_aside(path: Path) -> Path:
     """A step that is suspected again, after it was repeated, gets a number."""
     names = (f"set-aside-{path.name}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
     target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
-    os.rename(path, target)
+    rename_into_place(path, target)
     return target

@@ -14,7 +14,7 @@ from holdfast.snapshot.memory.ready_slot import OvertakenError, ReadySlot, commo
 from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, open_arenas
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
-from holdfast.system.leases import lease_seconds, newest_lease, this_machine
+from holdfast.system.leases import lease_seconds, newest_lease
 from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
 
 
@@ -114,7 +114,7 @@ def live_claims(folder: Path) -> list[str]:
         lease = newest_lease(node) if node.is_dir() else None
         if lease is None or lease.holder_writes_no_more():
             continue
-        local = lease.holder is not None and (lease.holder.boot, lease.holder.pid_namespace) == this_machine()
+        local = lease.holder is not None and lease.holder.is_local()
         if local or time.time() - lease.file_in(node).stat().st_mtime < lease_seconds():
             found.append(lease.describe())
     return found

@@ -38,13 +38,14 @@ from holdfast.snapshot.memory.arena import DamagedError
 from holdfast.snapshot.memory.copier import Copy
 from holdfast.snapshot.memory.random_state import Extra, random_state
 from holdfast.snapshot.memory.ready_slot import find_ready
-from holdfast.snapshot.memory.run_memory import MEMORY, RunMemory, open_private, remove_stale, write_json
+from holdfast.snapshot.memory.run_memory import MEMORY, RunMemory, remove_stale, write_json
 from holdfast.snapshot.memory.slot_allocator import SlotAllocator
 from holdfast.snapshot.nan_guard import NanGuard
 from holdfast.snapshot.ranks.rank_group import Exchange, RankGroup
 from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, RankStatus, status_page_name
 from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, StopSignals
 from holdfast.snapshot.restore import restore
+from holdfast.system.descriptors import open_private
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import PatientJournal
 from holdfast.system.progress import log

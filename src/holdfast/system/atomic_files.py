@@ -9,7 +9,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +41,24 @@ def rename_into_place(temporary: Path, final: Path) -> None:
     """The last act of every publish: `temporary` is complete and synced; afterwards it is called `final`."""
     os.replace(temporary, final)
     fsync(final.parent)
+
+
+def replace_file(path: Path, content: bytes, opener: Callable[[str, int], int] | None = None) -> None:
+    """Replaces a small record in one rename, without fsync: for records that are worthless after a power cut."""
+    temporary = temporary_beside(path)
+    try:
+        with open(temporary, "xb", opener=opener) as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove_folder(folder: Path, aside: Path) -> None:
+    """Removes a folder: its name goes at once, by rename to `aside`, so that no reader meets half of it."""
+    os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_can_write(path: Path | str) -> None:

@@ -22,7 +22,7 @@ from typing import Literal
 
 from holdfast.system.atomic_files import publish_text
 from holdfast.system.errors import HoldfastError
-from holdfast.system.leases import this_machine
+from holdfast.system.processes import boot_id
 from holdfast.system.progress import log
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -135,6 +135,6 @@ def _record(memory: Path) -> Path | None:
         found = folder.lstat()
     except (OSError, importlib.metadata.PackageNotFoundError):
         return None
-    boot, _ = this_machine()
+    boot = boot_id()
     private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
     return folder / f"amx-{boot}-{torch}" if boot and private else None

@@ -13,16 +13,15 @@ bandwidth and nothing else, because each writes to a part of its own.
 """
 
 import errno
-import functools
 import json
 import os
 import secrets
-import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from holdfast.system.errors import UsageError
+from holdfast.system.processes import ProcessIdentity, this_process
 
 PREFIX, DRAFT = ".lease-", ".claim-"
 LEASE_SECONDS = 60.0
@@ -44,77 +43,11 @@ def lease_seconds() -> float:
 
 
 @dataclass(frozen=True)
-class Identity:
-    """A process, so precisely that another one on the same machine can tell whether it still lives."""
-
-    host: str
-    boot: str
-    pid_namespace: str
-    pid: int
-    start: int
-
-    def is_dead(self) -> bool:
-        """True only with proof; a process of another machine or container is never proven dead."""
-        here = this_machine()
-        if not self.boot or (self.boot, self.pid_namespace) != here:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        state, start = _state_and_start(self.pid)
-        if state is None:
-            return False
-        # The first thread of a living process may be a zombie while others run.
-        return start != self.start or (state in "ZX" and _threads(self.pid) <= 1)
-
-
-@functools.cache
-def this_machine() -> tuple[str, str]:
-    """Boot id and pid namespace; empty where there is no /proc, and then nothing can be proven, only waited for."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return "", ""
-
-
-def this_process() -> Identity:
-    return Identity(socket.gethostname(), *this_machine(), os.getpid(), _state_and_start(os.getpid())[1])
-
-
-def _state_and_start(pid: int) -> tuple[str | None, int]:
-    try:
-        # The command name may hold spaces and brackets: the fields count from the last bracket.
-        fields = _read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[19])
-    except (OSError, IndexError):
-        return None, 0
-
-
-def _read_file(path: str) -> bytes:
-    """A small file in three system calls: waiting processes read some of them many times a second."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(descriptor, 1 << 16)
-    finally:
-        os.close(descriptor)
-
-
-def _threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0
-
-
-@dataclass(frozen=True)
 class Lease:
     """The content of a lease file."""
 
     number: int
-    holder: Identity | None
+    holder: ProcessIdentity | None
     """None while the lease is being written, where there is no link(2)."""
     token: str
     part: str
@@ -155,8 +88,9 @@ def newest_lease(folder: Path) -> Lease | None:
 def _read(folder: Path, number: int) -> Lease | None:
     unknown = Lease(number, None, f"unknown-{number}", "", None)
     try:
-        content = json.loads(_read_file(f"{folder}/{PREFIX}{number:06d}"))
-        lease = Lease(number, Identity(**content.pop("holder")), **content)
+        with open(f"{folder}/{PREFIX}{number:06d}", "rb", buffering=0) as file:  # read often: few system calls
+            content = json.loads(file.read(1 << 16))
+        lease = Lease(number, ProcessIdentity(**content.pop("holder")), **content)
         # Whoever can write here must not be able to point us at a file elsewhere.
         return lease if Path(lease.part).name == lease.part else unknown
     except FileNotFoundError:

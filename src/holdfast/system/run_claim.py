@@ -27,7 +27,6 @@ from holdfast.system.leases import (
     claim,
     lease_seconds,
     newest_lease,
-    this_machine,
 )
 from holdfast.system.progress import log
 
@@ -127,10 +126,7 @@ class _HolderWatch:
         if sign != self._sign:
             self._alive = bool(self._sign)
             self._sign, self._changed = sign, now
-        local = lease.holder is not None and (lease.holder.boot, lease.holder.pid_namespace) == this_machine() != (
-            "",
-            "",
-        )
+        local = lease.holder is not None and lease.holder.is_local()
         if (local or self._alive) and now - self._began > LEAVE_SECONDS:
             raise RunInUse(
                 f"{self._run} is in use: {lease.describe()} trains into it. Stop that run first: "

@@ -177,7 +177,7 @@ class Scenario:
             wrong.append(f"{sorted(path.name for path in on_disk)} are on disk with keep_last={KEEP_LAST}")
 
     def _left(self, keepers: Sequence[tuple[int, int]]) -> list[str]:
-        from holdfast.snapshot.ranks.status_page import process_alive
+        from holdfast.system.processes import process_alive
 
         left = [f"keeper {process}" for process, started in keepers if process_alive(process, started)]
         left += [str(Path(folder, name)) for folder, _, names in os.walk(self.run.memory) for name in names]
@@ -185,7 +185,7 @@ class Scenario:
 
     def end(self) -> None:
         """Kills what is still there and removes the files."""
-        from holdfast.snapshot.ranks.status_page import process_alive
+        from holdfast.system.processes import process_alive
 
         for process, started in self.trace("keeper"):
             if process_alive(int(process), int(started)):
@@ -286,7 +286,7 @@ def _start_keeper(scenario: Scenario, layer: Layer, path: str, named: dict[str, 
 
 def _keep(scenario: Scenario, layer: Layer, path: str, environment: dict[str, str]) -> None:
     from holdfast.snapshot.keeper import service as keeper
-    from holdfast.snapshot.ranks.status_page import start_time
+    from holdfast.system.processes import start_time
 
     status = 0
     try:

@@ -15,9 +15,10 @@ from holdfast.snapshot.keeper.rank_watch import Silence
 from holdfast.snapshot.keeper.starting import start_keeper
 from holdfast.snapshot.memory.arena import KEEPER, SLOTS, Arena
 from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, remove_stale, write_json
-from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, start_time, status_page_name
+from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
+from holdfast.system.processes import start_time
 from tests.snapshot.harness import Fault, keeper_process, launch, nothing_left, wait_for
 from tests.snapshot.keeper.test_service import (
     begin_writing,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.conversion.tensors import WIDTHS, Tensor
+from holdfast.system.descriptors import pwrite_all
 
 _STORAGES = {
     "F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage", "I64": "LongStorage",
@@ -63,16 +64,16 @@ class TorchLayout:
     def start(self, descriptor: int) -> None:
         os.ftruncate(descriptor, self.end)
         for at, content in self.small:
-            os.pwrite(descriptor, content, at)
+            pwrite_all(descriptor, content, at)
 
     def finish(self, descriptor: int, checksums: Mapping[str, int]) -> None:
         for name, crc in checksums.items():
             self.names[name].crc = crc
         directory = b""
         for entry in self.entries:
-            os.pwrite(descriptor, _local_header(entry), entry.header)
+            pwrite_all(descriptor, _local_header(entry), entry.header)
             directory += _directory_entry(entry)
-        os.pwrite(descriptor, directory + _end(len(self.entries), len(directory), self.end), self.end)
+        pwrite_all(descriptor, directory + _end(len(self.entries), len(directory), self.end), self.end)
 
 
 def lay_out_torch(tree: Any, tensors: Mapping[str, Tensor], root: str) -> TorchLayout:

@@ -6,6 +6,8 @@ import errno
 import os
 from collections.abc import Callable
 
+from holdfast.system.descriptors import write_all
+
 COPY_BYTES = 64 << 20
 FALLBACK_BYTES = 8 << 20
 SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>
@@ -40,9 +42,3 @@ def begin_to_sync(descriptor: int, start: int, count: int) -> None:
     with contextlib.suppress(AttributeError):  # a C library without it
         libc = ctypes.CDLL(None)
         libc.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), SYNC_FILE_RANGE_WRITE)
-
-
-def write_all(destination: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(destination, view) :]

@@ -13,7 +13,7 @@ import xxhash
 
 from holdfast.data.preprocess.worker import Part
 from holdfast.system.journal import read_journal
-from holdfast.system.leases import this_machine
+from holdfast.system.processes import boot_id
 
 
 @dataclass
@@ -49,10 +49,6 @@ class State:
     @property
     def documents(self) -> int:
         return self.keys[0].documents
-
-
-def boot_id() -> str:
-    return this_machine()[0]
 
 
 def chained(digest: str, following: str) -> str:

@@ -24,15 +24,17 @@ import numpy as np
 import orjson
 
 from holdfast.data.indexed import IndexPart, write_index
-from holdfast.data.preprocess.append import append_file, begin_to_sync, write_all
+from holdfast.data.preprocess.append import append_file, begin_to_sync
 from holdfast.data.preprocess.changed_input import same_names
-from holdfast.data.preprocess.history import History, KeyState, State, boot_id, chained, read_history
+from holdfast.data.preprocess.history import History, KeyState, State, chained, read_history
 from holdfast.data.preprocess.worker import Part, part_path
 from holdfast.system.atomic_files import explain_os_error, publish_bytes
+from holdfast.system.descriptors import write_all
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
 from holdfast.system.leases import PREFIX as LEASE_PREFIX
 from holdfast.system.leases import HeldLease, claim, newest_lease
+from holdfast.system.processes import boot_id
 
 SYNC_SECONDS = 30.0
 STRETCH_BYTES = 32 << 20

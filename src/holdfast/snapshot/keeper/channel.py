@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from holdfast.system.atomic_files import fsync
+from holdfast.system.descriptors import open_private
 from holdfast.system.errors import HoldfastError
 
 IDENTITY = "identity.pem"
@@ -102,8 +103,7 @@ def run_identity(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{IDENTITY}.{secrets.token_hex(8)}.tmp"
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with open(temporary, "xb", opener=open_private) as file:
             file.write(_new_identity())
         fsync(temporary)
         with contextlib.suppress(FileExistsError):  # another keeper was first

@@ -12,8 +12,9 @@ import time
 from typing import Any
 
 from holdfast.snapshot.memory.run_memory import RunMemory
-from holdfast.snapshot.ranks.status_page import RUNNING, RankStatus, process_alive
+from holdfast.snapshot.ranks.status_page import RUNNING, RankStatus
 from holdfast.system.journal import Journal
+from holdfast.system.processes import process_alive
 
 STACKS_SECONDS = 0.3
 

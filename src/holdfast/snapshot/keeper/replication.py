@@ -25,6 +25,7 @@ from holdfast.snapshot.keeper.channel import TIMEOUT, Channel, run_identity
 from holdfast.snapshot.memory.arena import NOTHING, PEER, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
 from holdfast.snapshot.memory.ready_slot import ReadySlot, common_steps, find_ready, newest_generation
 from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
+from holdfast.system.atomic_files import rename_into_place
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
 
@@ -95,7 +96,7 @@ def pull(run_memory: RunMemory, node: str, file: str, slot: int) -> Path:
             header = SlotHeader(**answer["header"])
             target.store(header)
             target.verify(header)
-            os.rename(temporary, path)
+            rename_into_place(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
             arena.close()

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 from holdfast.snapshot.keeper.status import keeper_hung, keeper_status, kill_keeper
-from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, open_private
-from holdfast.snapshot.ranks.status_page import start_time
+from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive
+from holdfast.system.descriptors import open_private
 from holdfast.system.errors import HoldfastError
+from holdfast.system.processes import start_time
 from holdfast.system.progress import log
 
 START_SECONDS = 60.0

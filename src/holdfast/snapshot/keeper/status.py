@@ -10,8 +10,9 @@ import threading
 import time
 
 from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive
-from holdfast.snapshot.ranks.status_page import RankStatus, process_alive
+from holdfast.snapshot.ranks.status_page import RankStatus
 from holdfast.system.errors import HoldfastError
+from holdfast.system.processes import process_alive
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 30.0

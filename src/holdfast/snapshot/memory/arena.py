@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.layout import PAGE, ShardLayout, TensorSlice, read_layout
 from holdfast.snapshot.memory.checksum import ROW, digest_starts, rows_in, sum_rows
-from holdfast.system.atomic_files import temporary_beside
+from holdfast.system.atomic_files import rename_into_place, temporary_beside
+from holdfast.system.descriptors import open_private, pwrite_all
 from holdfast.system.errors import HoldfastError
 
 MAGIC = b"HFARENA2"
@@ -211,7 +212,7 @@ class Arena:
 
     def __init__(self, path: Path, populate: bool = False) -> None:
         self.path, self.populate = path, populate
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._descriptor = open_private(path, os.O_RDWR)
         try:
             self._words = mmap.mmap(self._descriptor, _FIRST_SLOT)
             raw = bytes(self._words[: _ARENA.size + 8])
@@ -247,14 +248,14 @@ class Arena:
     ) -> "Arena":
         """Reserves the memory for two slots, fills in what `holding` holds, and gives the file its name when it is whole."""
         temporary = temporary_beside(path)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = open_private(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.ftruncate(descriptor, sizes.file(SLOTS))
             os.posix_fallocate(descriptor, 0, sizes.file(RESERVED))
-            os.pwrite(descriptor, _pack_arena(rank, world, run, plan, sizes, generation), 0)
+            pwrite_all(descriptor, _pack_arena(rank, world, run, plan, sizes, generation), 0)
             if holding is not None:
                 cls._take_over(temporary, holding)
-            os.rename(temporary, path)
+            rename_into_place(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if error.errno == errno.ENOSPC:

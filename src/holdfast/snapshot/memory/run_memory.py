@@ -34,9 +34,11 @@ from typing import Any
 import orjson
 
 from holdfast.snapshot.memory.arena import Arena, DamagedError
-from holdfast.snapshot.ranks.status_page import RankStatus, start_time
-from holdfast.system.atomic_files import temporary_beside
+from holdfast.snapshot.ranks.status_page import RankStatus
+from holdfast.system.atomic_files import remove_folder, replace_file
+from holdfast.system.descriptors import open_private
 from holdfast.system.errors import HoldfastError
+from holdfast.system.processes import boot_id, start_time
 
 MEMORY = "/dev/shm"
 STALE_SECONDS = 24 * 3600.0
@@ -51,10 +53,6 @@ TEMPORARY_FILE = re.compile(r"\..+\.(?P<process>\d+)(-[0-9a-f]{8})?\.tmp|pulled-
 
 def user_folder(memory: Path | str = MEMORY) -> Path:
     return Path(memory) / f"holdfast-{os.getuid()}"
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,7 @@ class RunMemory:
         """Removes the memory; the caller holds the lock."""
         freed = self.path.with_name(f".{self.path.name}.freed")
         shutil.rmtree(freed, ignore_errors=True)
-        os.rename(self.path, freed)  # at once: a run that starts now makes a folder of its own
-        shutil.rmtree(freed, ignore_errors=True)
+        remove_folder(self.path, freed)  # a run that starts now makes a folder of its own
         (self.path.parent / f".{self.path.name}.lock").unlink(missing_ok=True)
 
     def arenas(self) -> list[Path]:
@@ -222,7 +219,7 @@ def _lock_file(path: Path, wait: bool) -> int | None:
     """A descriptor that holds the lock of this file; the lock ends with the descriptor."""
     deadline = time.monotonic() + (LOCK_SECONDS if wait else 0.0)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
@@ -243,8 +240,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 def lock_keeper(run_memory: RunMemory) -> int | None:
     """Becomes the keeper: a descriptor to hold for as long; None if there is one."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_NOFOLLOW
-    descriptor = os.open(run_memory.path / "keeper.lock", flags, 0o600)
+    descriptor = open_private(run_memory.path / "keeper.lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except (BlockingIOError, PermissionError):
@@ -261,7 +257,7 @@ def lock_keeper(run_memory: RunMemory) -> int | None:
 def keeper_alive(run_memory: RunMemory) -> bool:
     """Whether a process holds the keeper's lock. Only asks: to take the lock for a moment could keep a new keeper from it."""
     try:
-        descriptor = os.open(run_memory.path / "keeper.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_private(run_memory.path / "keeper.lock", os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
@@ -273,18 +269,7 @@ def keeper_alive(run_memory: RunMemory) -> bool:
 
 def write_json(path: Path, record: Any) -> None:
     """Appears by rename, readable by its owner alone; memory needs no fsync."""
-    temporary = temporary_beside(path)
-    try:
-        with open(temporary, "xb", opener=open_private) as file:
-            file.write(orjson.dumps(record))
-        os.rename(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    replace_file(path, orjson.dumps(record), opener=open_private)
 
 
 def read_json(path: Path) -> Any:

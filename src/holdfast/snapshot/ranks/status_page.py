@@ -13,6 +13,9 @@ import os
 import time
 from pathlib import Path
 
+from holdfast.system.descriptors import open_private
+from holdfast.system.processes import process_alive, start_time
+
 PAGE = 4096
 RUNNING, FINISHED, STOPPED = 1, 2, 3
 NOT_HELD = -1
@@ -58,7 +61,7 @@ class RankStatus:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             # Reserved: on a full file system a store into a page that is not there yet ends the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, PAGE)
@@ -129,20 +132,6 @@ class RankStatus:
     @property
     def error_text(self) -> str:
         return bytes(self._map[_WORDS : _WORDS + _WORDS_ROOM]).rstrip(b"\0").decode(errors="replace")
-
-
-def start_time(process: int) -> int:
-    """When a process started, in the kernel's ticks; 0 if it is gone or a zombie."""
-    try:
-        content = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    fields = content.rpartition(")")[2].split()
-    return 0 if fields[0] in ("Z", "X") else int(fields[19])
-
-
-def process_alive(process: int, started: int) -> bool:
-    return process > 0 and started != 0 and start_time(process) == started
 
 
 def status_page_name(rank: int) -> str:
