@@ -58,7 +58,6 @@ SHARED_CLASS_NAMES = {
     "Reader",
     "Record",
     "Report",
-    "Silence",
     "Source",
     "State",
     "Training",

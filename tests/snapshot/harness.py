@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.system.journal import PatientJournal, read_journal
+from holdfast.system.journal import BufferedJournal, read_journal
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -139,7 +139,7 @@ def train(rank: int, attempt: int, run: Run, store: str) -> None:
         dist.init_process_group(
             "gloo", store=dist.FileStore(f"{store}-{attempt}", run.world), rank=rank, world_size=run.world
         )
-    trace = PatientJournal(run.folder / "trace.jsonl")
+    trace = BufferedJournal(run.folder / "trace.jsonl")
     model, optimizer = build(run)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
     seen: list[int] = []

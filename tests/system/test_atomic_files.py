@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.system.atomic_files import publish_bytes, publish_file, publish_folder, publish_text
 from holdfast.system.errors import HoldfastError
-from holdfast.system.journal import Journal, PatientJournal, read_journal
+from holdfast.system.journal import BufferedJournal, Journal, read_journal
 from tests.disks import small_disk
 
 
@@ -82,7 +82,7 @@ def test_a_torn_line_is_closed_off_and_passed_over(tmp_path):
 def test_a_patient_journal_outlives_a_full_disk_and_loses_no_record(tmp_path):
     with small_disk(tmp_path / "small", "64k") as disk:
         (disk / "filler").write_bytes(bytes(40_000))
-        journal = PatientJournal(disk / "events.jsonl")
+        journal = BufferedJournal(disk / "events.jsonl")
         for number in range(400):
             journal.event("tick", number=number, padding="x" * 100)
         assert len(list(read_journal(journal.path))) < 400, "the disk was to become full"

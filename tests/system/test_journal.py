@@ -3,12 +3,12 @@
 import resource
 import signal
 
-from holdfast.system.journal import PatientJournal, read_journal
+from holdfast.system.journal import BufferedJournal, read_journal
 
 
 def test_records_wait_in_memory_while_the_file_cannot_be_written(tmp_path, capsys):
     path = tmp_path / "events.jsonl"
-    journal = PatientJournal(path)
+    journal = BufferedJournal(path)
     journal.event("started")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from holdfast.assets.transfer import Deadline, Transfer
 from holdfast.assets.waiting import DownloadWaiter
 from holdfast.system import atomic_files as publish
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.system.leases import HeldLease, Lease, LeaseLost, claim, newest_lease
+from holdfast.system.leases import Lease, LeaseLost, OwnedLease, claim, newest_lease
 from holdfast.system.processes import boot_id
 from holdfast.system.progress import progress
 
@@ -145,7 +145,7 @@ def _try_to_bring(
     """Claims the lease after `last` and downloads; None if it became somebody else's turn."""
     entry.folder.mkdir(parents=True, exist_ok=True)
     # A part goes on only if its writer surely does not: one that may be asleep keeps its own, and we copy.
-    part = last.part if last and last.holder_writes_no_more() else None
+    part = last.part if last and last.has_ended() else None
     try:
         held = claim(entry.folder, last, part, wanted.sha256)
         return _download(entry, wanted, held, last, deadline, announce) if held else None
@@ -156,7 +156,7 @@ def _try_to_bring(
 def _download(
     entry: Entry,
     wanted: FileSpec,
-    held: HeldLease,
+    held: OwnedLease,
     predecessor: Lease | None,
     deadline: Deadline,
     announce: Callable[[str], None],
@@ -197,7 +197,7 @@ def _download(
     return Fetched(record.url, path, record.size, record.sha256, downloaded=True)
 
 
-def _inherit(part: Part, predecessor: Lease | None, held: HeldLease) -> None:
+def _inherit(part: Part, predecessor: Lease | None, held: OwnedLease) -> None:
     if predecessor is None or predecessor.holder is None:
         return
     trust_all = predecessor.holder.boot == boot_id()
@@ -207,7 +207,7 @@ def _inherit(part: Part, predecessor: Lease | None, held: HeldLease) -> None:
         part.copy_from(part.path.with_name(predecessor.part), trust_all, held.beat)
 
 
-def _give_up(part: Part, held: HeldLease, error: str | None) -> None:
+def _give_up(part: Part, held: OwnedLease, error: str | None) -> None:
     try:
         part.keep_or_remove()
     finally:

@@ -4,14 +4,13 @@ import json
 import os
 import random
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from holdfast.assets.cache import name_in_url, without_credentials
 from holdfast.assets.catalog import FileSpec
 from holdfast.assets.transfer import Deadline, FetchTimeout
 from holdfast.system.errors import HoldfastError
-from holdfast.system.leases import Lease, lease_seconds
+from holdfast.system.leases import HolderLiveness, Lease
 from holdfast.system.progress import log
 
 # A look costs a few system calls on a folder that thousands may share, so the pause grows with the wait.
@@ -24,8 +23,8 @@ class DownloadWaiter:
 
     def __init__(self, folder: Path, wanted: FileSpec, deadline: Deadline) -> None:
         self._folder, self._wanted, self._deadline = folder, wanted, deadline
-        self._started = self._last_change = self._last_said = time.monotonic()
-        self._last_sign: tuple[object, ...] = ()
+        self._holder = HolderLiveness(folder)
+        self._started = self._last_said = time.monotonic()
         self._waited_for: dict[str, Lease] = {}
         self._part_size = -1
 
@@ -40,7 +39,7 @@ class DownloadWaiter:
             return None
         grew, self._part_size = size > self._part_size, size
         if grew:
-            self._last_change = time.monotonic()
+            self._holder.note_change()
         return lease if grew else None
 
     def may_succeed(self, lease: Lease) -> bool:
@@ -50,10 +49,7 @@ class DownloadWaiter:
             if lease.error and same_hopes:
                 raise HoldfastError(f"{lease.error} (tried by {lease.describe()})")
             return True
-        sign = self._sign_of_life(lease)
-        if sign != self._last_sign:
-            self._last_sign, self._last_change = sign, time.monotonic()
-        return lease.holder_writes_no_more() or time.monotonic() - self._last_change > lease_seconds()
+        return self._holder.is_gone(lease)
 
     def wait(self, lease: Lease) -> None:
         now = time.monotonic()
@@ -70,15 +66,6 @@ class DownloadWaiter:
             log(f"waiting for {name}: {lease.describe()} is downloading it, {self._how_far(lease)}")
         pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, SHARE_OF_WAIT * (now - self._started)))
         time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), self._deadline.remaining())))
-
-    def _sign_of_life(self, lease: Lease) -> tuple[object, ...]:
-        """Changes whenever the holder does something: its part grows, or it touches its lease."""
-        signs: list[object] = [lease.number, lease.token]
-        for path in (lease.file_in(self._folder), f"{self._folder}/{lease.part or '.none'}"):
-            with suppress(FileNotFoundError):
-                status = os.stat(path)
-                signs += [status.st_size, status.st_mtime_ns]
-        return tuple(signs)
 
     def _how_far(self, lease: Lease) -> str:
         part = self._folder / lease.part

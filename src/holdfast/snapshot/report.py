@@ -112,7 +112,7 @@ def live_claims(folder: Path) -> list[str]:
     found = []
     for node in sorted(folder.glob(f"{CLAIM_FOLDER}/node-*")):
         lease = newest_lease(node) if node.is_dir() else None
-        if lease is None or lease.holder_writes_no_more():
+        if lease is None or lease.has_ended():
             continue
         local = lease.holder is not None and lease.holder.is_local()
         if local or time.time() - lease.file_in(node).stat().st_mtime < lease_seconds():

@@ -47,9 +47,10 @@ from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, StopSignals
 from holdfast.snapshot.restore import restore
 from holdfast.system.descriptors import open_private
 from holdfast.system.errors import HoldfastError
-from holdfast.system.journal import PatientJournal
+from holdfast.system.journal import BufferedJournal
+from holdfast.system.leases import BackgroundLease
 from holdfast.system.progress import log
-from holdfast.system.run_claim import RunClaim, RunInUse, claim_run
+from holdfast.system.run_claim import RunInUse, claim_run
 
 MOVE_IN_SECONDS = 10.0
 CLOSE_SECONDS = 600.0
@@ -126,8 +127,8 @@ class Snapshots:
     def _move_in(self) -> None:
         """Claims this rank's desk, refuses if a living process owns it, and makes sure that the node has a keeper."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._journal = PatientJournal(self.folder / "events.jsonl") if self.rank_group.rank == 0 else None
-        self._run_claim: RunClaim | None = None
+        self._journal = BufferedJournal(self.folder / "events.jsonl") if self.rank_group.rank == 0 else None
+        self._run_claim: BackgroundLease | None = None
         # The first rank of a node claims before the others: of two starts at once one gets the node, whole.
         for first in (True, False):
             trouble = None
@@ -178,7 +179,7 @@ class Snapshots:
                 )
             time.sleep(0.05)
 
-    def _claim_folder(self) -> RunClaim | None:
+    def _claim_folder(self) -> BackgroundLease | None:
         try:
             return claim_run(self.folder, "snapshots")
         except RunInUse:

@@ -1,1 +1,1 @@
-"""Mechanics written once and used by every package: leases, and the claim of a run folder."""
+"""Mechanics written once and used by every package: atomic files, journals, processes, leases, progress, errors."""

@@ -1,8 +1,8 @@
-"""Atomic publish: everything that another process may read appears by rename, complete and on disk.
+"""Atomic publish: every file that another process may read appears by rename, complete and on disk.
 
 The invariant: a final name either does not exist, holds what it held before, or holds the whole new content. The temporary
 name lies in the same folder (rename never crosses a file system), starts with a dot and ends with `.tmp`, and is removed
-when the writer fails; a killed writer leaves at most such a name behind, which nobody reads.
+when the writer fails; a killed writer leaves at most such a name behind, which no reader opens.
 """
 
 import errno
@@ -17,12 +17,12 @@ from holdfast.system.errors import HoldfastError
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name of our own in the folder of `path`, that no reader takes for the real thing."""
+    """A new name in the folder of `path` that readers ignore."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def remove_temporaries(path: Path) -> None:
-    """Removes what killed writers of this file left behind. Only for a process that no other one writes the file beside."""
+    """Removes what killed writers of this file left behind. Only for the only process that writes the file."""
     for entry in path.parent.iterdir():
         if entry.name.startswith(f".{path.name}.") and entry.name.endswith(".tmp"):
             entry.unlink(missing_ok=True)
@@ -38,7 +38,7 @@ def fsync(path: Path) -> None:
 
 
 def rename_into_place(temporary: Path, final: Path) -> None:
-    """The last act of every publish: `temporary` is complete and synced; afterwards it is called `final`."""
+    """The last step of every publish: gives `temporary`, complete and synced, the name `final`."""
     os.replace(temporary, final)
     fsync(final.parent)
 
@@ -62,7 +62,7 @@ def remove_folder(folder: Path, aside: Path) -> None:
 
 
 def check_can_write(path: Path | str) -> None:
-    """Fails where `path` cannot be created, before long work for it begins."""
+    """Raises if `path` cannot be created, before long work for it begins."""
     folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
     if not folder.is_dir():
         raise explain_os_error(NotADirectoryError(errno.ENOTDIR, "", str(folder)), Path(path))
@@ -82,7 +82,7 @@ def make_folder(folder: Path, path: Path) -> None:
 
 @contextmanager
 def publish_file(path: Path | str) -> Iterator[Path]:
-    """Gives a temporary path to write; on a clean exit the content becomes `path`, on an exception nothing changes."""
+    """Yields a temporary path to write; on a clean exit the content becomes `path`, on an exception nothing changes."""
     final = Path(path)
     make_folder(final.parent, final)
     temporary = temporary_beside(final)
@@ -109,7 +109,7 @@ def publish_text(path: Path | str, content: str) -> None:
 
 @contextmanager
 def publish_folder(path: Path | str) -> Iterator[Path]:
-    """As `publish_file`, for a folder of files. Refuses to replace a folder that is there and not empty."""
+    """As `publish_file`, for a folder of files. Refuses to replace a folder that is not empty."""
     final = Path(path)
     make_folder(final.parent, final)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
@@ -132,7 +132,7 @@ def publish_folder(path: Path | str) -> Iterator[Path]:
 
 
 def explain_os_error(error: OSError, path: Path) -> Exception:
-    """What the user can do about a failed write; errors that are not the user's come back unchanged."""
+    """Turns a failed write that the user can fix into a message; returns other errors unchanged."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return HoldfastError(f"no room left on the disk of {path.parent}: free some space or choose another folder")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -1,4 +1,4 @@
-"""Input files that others wrote: regular, and not larger than their kind can be.
+"""Input files of unknown origin: regular, and not larger than their kind can be.
 
 The invariant: nothing here blocks, and no more is read or parsed than the caller allows. A pipe, a device or a socket is
 refused before it is opened for reading; JSON is counted before it is parsed, because one byte of it can take thirty in memory.
@@ -17,7 +17,7 @@ MAX_JSON_VALUES = 1_000_000
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The file at `path`, open for reading. Anything but a regular file is refused; opening never waits for a writer."""
+    """Opens a regular file for reading and refuses anything else; opening never waits for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

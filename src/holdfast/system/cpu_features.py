@@ -47,7 +47,7 @@ Amx = Literal["absent", "limited", "works", "traps", "unknown"]
 
 @dataclass(frozen=True)
 class Probe:
-    """How AMX is tried, and where the result is kept."""
+    """How to test AMX, and where to keep the result."""
 
     cpuinfo: Path = Path("/proc/cpuinfo")
     command: tuple[str, ...] = (sys.executable, "-c", PRODUCTS)
@@ -127,7 +127,7 @@ def _try_products(probe: Probe) -> Amx:
 
 
 def _record(memory: Path) -> Path | None:
-    """The file that keeps the result; None where no folder of this user's alone, or no boot id, can be had."""
+    """The file that keeps the result; None without a boot id or a folder that only this user can write."""
     folder = memory / f"holdfast-cpu-{os.geteuid()}"
     try:
         torch = importlib.metadata.version("torch")

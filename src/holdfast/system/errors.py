@@ -1,11 +1,11 @@
-"""Errors that are the user's to mend: shown as one line, without a traceback.
+"""Errors that the user can fix: the CLI prints them as one line, without a traceback.
 
-Anything else that escapes is a bug of ours and keeps its traceback.
+Any other exception is a bug and keeps its traceback.
 """
 
 
 class HoldfastError(Exception):
-    """Something outside the program is wrong. The message names the culprit and says what to do. Exit code 1."""
+    """Something outside the program is wrong. The message says what is wrong, where, and what to do. Exit code 1."""
 
 
 class UsageError(HoldfastError):
@@ -13,4 +13,4 @@ class UsageError(HoldfastError):
 
 
 REFUSED = "holdfast refused: "
-"""Marks a HoldfastError on its way from a rank to its supervisor: the user's mistake, which a restart would repeat."""
+"""Marks a HoldfastError that a rank sends to its supervisor: a mistake of the user, which a restart would repeat."""

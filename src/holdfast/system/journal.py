@@ -1,4 +1,4 @@
-"""JSON-lines files that are appended to while others read them: `events.jsonl`, `metrics.jsonl`.
+"""JSON-lines files that processes append to while others read them: `events.jsonl`, `metrics.jsonl`.
 
 The invariant: one record is one write(2) of one line on a descriptor opened with O_APPEND, so a kill -9 can cost at most the
 last line, several processes may append, and a reader sees whole lines only.
@@ -21,7 +21,7 @@ RECORDS_KEPT = 10_000
 
 
 class Journal:
-    """Appends records to a JSON-lines file. A torn last line of a killed writer is closed off, not glued to the next."""
+    """Appends records to a JSON-lines file. Ends a torn last line of a killed writer before it appends."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -50,36 +50,36 @@ class Journal:
         os.close(self._descriptor)
 
 
-class PatientJournal(Journal):
-    """A journal that a full or read-only disk does not stop: the newest records wait in memory until a write succeeds.
+class BufferedJournal(Journal):
+    """A journal that buffers: while its file cannot be written, the newest records stay in memory.
 
-    For processes that must not end because of their log: trainers and keepers.
+    For processes that a full or read-only disk must not end: trainers and keepers.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._waiting: deque[bytes] = deque(maxlen=RECORDS_KEPT)
+        self._buffer: deque[bytes] = deque(maxlen=RECORDS_KEPT)
         self._torn = False
         self._descriptor = -1
-        with contextlib.suppress(OSError):  # it is opened before the first write that can succeed
+        with contextlib.suppress(OSError):  # `_write_buffer` tries again
             self._descriptor = self._open()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        reported = bool(self._waiting)
-        self._waiting.append(_line(record))
-        error = self._write_waiting()
+        reported = bool(self._buffer)
+        self._buffer.append(_line(record))
+        error = self._write_buffer()
         if error is not None and not reported:
             log(f"warning: cannot write {self.path}: {error}; records are kept in memory until it can be written")
 
     def close(self) -> None:
-        self._write_waiting()
+        self._write_buffer()
         if self._descriptor >= 0:
             super().close()
 
-    def _write_waiting(self) -> str | None:
-        """Writes what waits; the reason, in words, if something still waits afterwards."""
-        while self._waiting:
-            line = b"\n" * self._torn + self._waiting[0]
+    def _write_buffer(self) -> str | None:
+        """Writes the buffered records; returns the reason if some are left."""
+        while self._buffer:
+            line = b"\n" * self._torn + self._buffer[0]
             try:
                 if self._descriptor < 0:
                     self._descriptor = self._open()
@@ -87,11 +87,11 @@ class PatientJournal(Journal):
             except OSError as error:
                 return error.strerror or str(error)
             if written < len(line):
-                # The disk became full in the middle: the line is written again, on a line of its own.
+                # The disk became full in the middle: the next try writes the record again, on a new line.
                 self._torn = self._torn or written > 0
                 return os.strerror(errno.ENOSPC)
             self._torn = False
-            self._waiting.popleft()
+            self._buffer.popleft()
         return None
 
 
@@ -100,7 +100,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def read_journal(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The whole records of a journal; a missing file has none, a torn line is passed over."""
+    """The whole records of a journal; a missing file has none, a torn line is skipped."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""What a person sees while work goes on: a bar on a terminal, now and then a plain line elsewhere, always on stderr.
+"""Progress on stderr: a bar on a terminal, a plain line every ten seconds elsewhere.
 
-Under many ranks only local rank 0 speaks.
+With several ranks on a node only local rank 0 prints.
 """
 
 import contextlib
@@ -10,16 +10,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TextIO
 
 PLAIN_LINE_SECONDS = 10.0
 
 
-class Bar(Protocol):
+class Bar:
+    """Counts progress and shows nothing; the bars that show something derive from it."""
+
     def advance(self, amount: float = 1) -> None: ...
 
     def skip(self, amount: float) -> None:
-        """Counts what was done before this process began: it is no part of the rate."""
+        """Counts what was done before this process began: the rate does not include it."""
 
     def note(self, text: str) -> None: ...
 
@@ -34,7 +36,7 @@ _copies: list[TextIO] = []
 
 
 def copy_lines_to(stream: TextIO) -> None:
-    """For a process whose stderr is redirected to a log: what `log` prints goes to this stream too, the user's terminal."""
+    """Makes `log` print to this stream too: the terminal, for a process whose stderr is redirected to a file."""
     _copies.append(stream)
 
 
@@ -56,7 +58,7 @@ def count_of(number: int, noun: str) -> str:
 def progress(title: str, total: float | None = None, unit: str = "B") -> Iterator[Bar]:
     """A bar over `total` units (`B` counts bytes in MB/s; any other unit is shown as its name)."""
     if not should_log():
-        yield _SilentBar()
+        yield Bar()
     elif sys.stderr.isatty():
         with _terminal_bar(title, total, unit) as bar:
             yield bar
@@ -66,18 +68,8 @@ def progress(title: str, total: float | None = None, unit: str = "B") -> Iterato
         plain.finish()
 
 
-class _SilentBar:
-    def advance(self, amount: float = 1) -> None: ...
-
-    def skip(self, amount: float) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def total(self, amount: float) -> None: ...
-
-
-class _PlainBar:
-    """A line every ten seconds; nothing at all for work that is over sooner."""
+class _PlainBar(Bar):
+    """Prints a line every ten seconds; nothing for work that ends sooner."""
 
     def __init__(self, title: str, total: float | None, unit: str) -> None:
         self._title, self._total, self._unit = title, total, unit
@@ -117,7 +109,7 @@ class _PlainBar:
 
 @contextmanager
 def _terminal_bar(title: str, total: float | None, unit: str) -> Iterator[Bar]:
-    # rich takes 70 ms to import: only those who show a bar pay for it.
+    # rich takes 70 ms to import: only a process that shows a bar imports it.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -136,7 +128,7 @@ def _terminal_bar(title: str, total: float | None, unit: str) -> Iterator[Bar]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as display:
         task = display.add_task(title, total=total, note="")
 
-        class TerminalBar:
+        class TerminalBar(Bar):
             def advance(self, amount: float = 1) -> None:
                 display.advance(task, amount)
 

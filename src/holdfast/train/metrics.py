@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.models.flops import peak_flops
-from holdfast.system.journal import PatientJournal
+from holdfast.system.journal import BufferedJournal
 from holdfast.system.progress import log
 
 COLUMNS = 80
@@ -62,7 +62,7 @@ class Reporter:
         self._flops, self._tokens, self._world = flops_per_token, tokens_per_sample, world
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name)
-        self._journal = PatientJournal(folder / "metrics.jsonl") if active and folder else None
+        self._journal = BufferedJournal(folder / "metrics.jsonl") if active and folder else None
         self._board: Any = None
         if active and folder and tensorboard:
             from torch.utils.tensorboard import SummaryWriter

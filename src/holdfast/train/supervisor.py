@@ -29,7 +29,7 @@ from holdfast.config import Config, config_to_toml
 from holdfast.system.atomic_files import publish_text
 from holdfast.system.cpu_features import avoid_amx_traps, explain_sigill, reports_amx
 from holdfast.system.errors import REFUSED, HoldfastError
-from holdfast.system.journal import PatientJournal
+from holdfast.system.journal import BufferedJournal
 from holdfast.system.progress import count_of, log
 from holdfast.train.checks.host_checks import endpoint_of
 from holdfast.train.ending import describe_end
@@ -44,7 +44,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 class Supervisor(LocalElasticAgent):
     """An elastic agent that reports failures as they happen and does not repeat the user's mistakes."""
 
-    def __init__(self, spec: WorkerSpec, work: str, events: PatientJournal | None, logs: Path) -> None:
+    def __init__(self, spec: WorkerSpec, work: str, events: BufferedJournal | None, logs: Path) -> None:
         super().__init__(
             spec=spec, logs_specs=DefaultLogsSpecs(log_dir=work), start_method="spawn", exit_barrier_timeout=30
         )
@@ -157,7 +157,7 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
         meet_nodes(*endpoint, parallel.node_rank, parallel.nnodes, limit) if parallel.nnodes > 1 and endpoint else None
     )
     logs.mkdir(parents=True, exist_ok=True)
-    events = PatientJournal(folder / "events.jsonl") if folder else None
+    events = BufferedJournal(folder / "events.jsonl") if folder else None
     with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as work:
         resolved = Path(work) / "config.toml"
         publish_text(resolved, config_to_toml(config))

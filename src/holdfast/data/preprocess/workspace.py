@@ -33,7 +33,7 @@ from holdfast.system.descriptors import write_all
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
 from holdfast.system.leases import PREFIX as LEASE_PREFIX
-from holdfast.system.leases import HeldLease, claim, newest_lease
+from holdfast.system.leases import OwnedLease, claim, newest_lease
 from holdfast.system.processes import boot_id
 
 SYNC_SECONDS = 30.0
@@ -62,7 +62,7 @@ class Workspace:
         self.folder, self._itemsize = folder, itemsize
         self.parts = folder / "parts"
         self._lock = -1
-        self._lease: HeldLease | None = None
+        self._lease: OwnedLease | None = None
         try:
             self._take_lock()
             history = self._continue(orjson.loads(orjson.dumps(dict(settings))), overwrite, keep_unchanged)
@@ -103,8 +103,8 @@ class Workspace:
 
     def _take_lease(self) -> None:
         newest = newest_lease(self.folder)
-        free = newest is None or newest.holder_writes_no_more()
-        self._lease = claim(self.folder, newest, None, None) if free else None
+        free = newest is None or newest.has_ended()
+        self._lease = claim(self.folder, newest) if free else None
         if self._lease is None:
             holder = newest or newest_lease(self.folder)
             raise HoldfastError(

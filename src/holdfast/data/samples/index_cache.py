@@ -11,10 +11,8 @@ import errno
 import hashlib
 import json
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import numpy.typing as npt
 
 from holdfast.system.atomic_files import publish_folder
 from holdfast.system.errors import HoldfastError
-from holdfast.system.leases import BEAT_SECONDS, HeldLease, Lease, LeaseLost, claim, lease_seconds, newest_lease
+from holdfast.system.leases import BackgroundLease, HolderLiveness, Lease, OwnedLease, claim, newest_lease
 from holdfast.system.progress import log
 
 # Goes up when files are added or mean something else: an index of an older Holdfast is then made anew, not misread.
@@ -51,14 +49,16 @@ def data_identity(prefix: Path | str) -> dict[str, Any]:
 
 def _build_once(path: Path, description: str, build: Callable[[Path], None]) -> None:
     leases = path.with_name(f".{path.name}.building")
-    silence = Silence()
+    holder = HolderLiveness(leases)
     try:
         while not path.exists():
             leases.mkdir(parents=True, exist_ok=True)
             last = newest_lease(leases)
-            if last is None or last.released or silence.is_over(leases, last):
-                if held := _claim(leases, last):
-                    with _kept_alive(held):
+            if last is None or holder.is_gone(last):
+                if owned := _claim(leases, last):
+                    with BackgroundLease(
+                        owned
+                    ):  # if another process takes this one for dead, both build: no harm, but time
                         _publish(path, description, build)
             else:
                 time.sleep(POLL_SECONDS)
@@ -84,50 +84,8 @@ def _publish(path: Path, description: str, build: Callable[[Path], None]) -> Non
         log(f"built the sample index {path} in {elapsed:,.0f} s")
 
 
-def _claim(leases: Path, last: Lease | None) -> HeldLease | None:
+def _claim(leases: Path, last: Lease | None) -> OwnedLease | None:
     try:
-        return claim(leases, last, part=None, expects=None)
+        return claim(leases, last)
     except FileNotFoundError:
         return None  # swept, because the index is there
-
-
-@contextmanager
-def _kept_alive(held: HeldLease) -> Iterator[None]:
-    """Touches the lease while the body runs. If another process took this one for dead, both build: no harm, but time."""
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(BEAT_SECONDS):
-            try:
-                held.beat()
-            except (LeaseLost, OSError):
-                return
-
-    thread = threading.Thread(target=beat, daemon=True, name="index-lease")
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        held.release()
-
-
-class Silence:
-    """How long the holder of a lease has given no sign of life, by the clock of the one who waits."""
-
-    def __init__(self) -> None:
-        self._sign: tuple[int, int] | None = None
-        self._since = time.monotonic()
-
-    def is_over(self, leases: Path, lease: Lease) -> bool:
-        """Whether the holder is surely dead, or was silent for longer than it is believed."""
-        if lease.holder is not None and lease.holder.is_dead():
-            return True
-        try:
-            sign = (lease.number, lease.file_in(leases).stat().st_mtime_ns)
-        except FileNotFoundError:
-            return False  # swept: the index is there
-        if sign != self._sign:
-            self._sign, self._since = sign, time.monotonic()
-        return time.monotonic() - self._since > lease_seconds()

@@ -45,7 +45,7 @@ from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, RankStatus
 from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, TRIGGERS
 from holdfast.system.atomic_files import remove_temporaries
 from holdfast.system.errors import HoldfastError
-from holdfast.system.journal import PatientJournal
+from holdfast.system.journal import BufferedJournal
 
 ROUND_SECONDS = 0.05
 LINGER_SECONDS = 600.0
@@ -60,7 +60,7 @@ ENDING_SECONDS = 20.0
 class Keeper:
     def __init__(self, run_memory: RunMemory, status: RankStatus) -> None:
         self.run_memory, self._status = run_memory, status
-        self.journal = PatientJournal(run_memory.folder / "events.jsonl")
+        self.journal = BufferedJournal(run_memory.folder / "events.jsonl")
         self.settings: dict[str, Any] = {}
         self._jobs: list[SaveRequest] = []
         self._ranks = RankWatch(run_memory, self.journal)
