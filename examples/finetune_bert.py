@@ -1,4 +1,4 @@
-"""Fine-tunes a converted BERT on a text classification: finetune_bert.py HF_FOLDER DATA.tsv OUT (lines: label TAB text)."""
+"""Fine-tune a converted BERT for text classification: finetune_bert.py HF_FOLDER DATA.tsv OUT (lines: label TAB text)."""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""A Hugging Face Trainer with Holdfast's snapshots: a callback, nothing else changes.
+"""A Hugging Face Trainer with Holdfast's snapshots, by a callback.
 
     python examples/huggingface_snapshots.py --folder runs/hf
 
-The Trainer calls back before and after the optimizer's step; model, optimizer and scheduler are its own. The callback
-restores them when training begins and sets the Trainer's step counter; the loader leaves out the batches that were used.
-Making a loader draws a random number, so with dropout a resumed run is not equal to the undisturbed one to the bit.
+The Trainer owns model, optimizer and scheduler, and calls the callback before and after the optimizer's step. The callback
+restores them when training begins and sets the Trainer's step counter; the loader skips the batches that were used.
+Creating a loader draws a random number, so with dropout a resumed run is not bit-identical to an uninterrupted one.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from holdfast.snapshot import Snapshots
 
 
 class SnapshotCallback(TrainerCallback):
-    """Keeps a Trainer's model, optimizer and scheduler in memory at every step."""
+    """Takes a snapshot of a Trainer's model, optimizer and scheduler at every step."""
 
     def __init__(self, name: str, folder: Path, memory: str = "/dev/shm") -> None:
         self._where: dict[str, Any] = {"name": name, "folder": folder, "memory": memory}
         self._snapshots: Snapshots | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        # accelerate wraps optimizer and scheduler; what they wrap is what has state
+        # accelerate wraps optimizer and scheduler; the wrapped objects have the state
         optimizer = getattr(objects["optimizer"], "optimizer", objects["optimizer"])
         scheduler = getattr(objects["lr_scheduler"], "scheduler", objects["lr_scheduler"])
         self._snapshots = Snapshots(
@@ -52,7 +52,7 @@ class SnapshotCallback(TrainerCallback):
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences that count upwards from anywhere: easy to learn, nothing to download."""
+    """Sequences of consecutive numbers: easy to learn, no download."""
 
     def __len__(self) -> int:
         return 4096
@@ -63,7 +63,7 @@ class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class InOrder(Trainer):
-    """Batches in the order of the data, so that the step alone says which batch comes next, also after a restore."""
+    """Batches in the order of the data, so that the step alone determines the next batch, also after a restore."""
 
     def get_train_dataloader(self) -> Any:
         done = next((c for c in self.callback_handler.callbacks if isinstance(c, Progress)), Progress())
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def last_step(folder: Path, memory: str) -> int:
-    """The step that a restore will come back to: the loader is made before the Trainer says that training begins."""
+    """Return the step that `restore` will return. The Trainer creates its loader before it calls `on_train_begin`."""
     from holdfast.snapshot.memory.run_memory import RunMemory
     from holdfast.snapshot.report import run_facts
 
@@ -123,7 +123,7 @@ def last_step(folder: Path, memory: str) -> int:
 
 
 class Die(TrainerCallback):
-    """Shows what a crash costs."""
+    """Kills the process after a step, to show a resume."""
 
     def __init__(self, step: int) -> None:
         self._step = step

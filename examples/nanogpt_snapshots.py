@@ -1,9 +1,9 @@
-"""A nanoGPT-style training script, complete, with Holdfast's snapshots: four lines are Holdfast's, marked with <-.
+"""A complete nanoGPT-style training script with Holdfast's snapshots. The four lines marked with <- are Holdfast's.
 
     python examples/nanogpt_snapshots.py --text some.txt --folder runs/nano
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/nanogpt_snapshots.py --text some.txt --folder runs/nano
 
-Kill a rank with `kill -9` while it trains: torchrun starts the ranks again and they go on where they were, to the bit.
+Kill a rank with `kill -9` while it trains: torchrun restarts the ranks, and they continue from the same state, to the bit.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class GPT(nn.Module):
 
 
 def batch_of(data: Tensor, step: int, rank: int, batch: int, length: int, device: str) -> tuple[Tensor, Tensor]:
-    """The batch is a function of step and rank alone: nothing to remember, nothing to restore."""
+    """Return the batch of a step. It depends on step and rank only, so a loader has no state to restore."""
     generator = torch.Generator().manual_seed(1_000_003 * step + rank)
     starts = torch.randint(len(data) - length - 1, (batch,), generator=generator)
     rows = torch.stack([data[start : start + length + 1] for start in starts.tolist()]).to(device)
@@ -87,7 +87,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        snapshots.commit()  # <- the last snapshot is whole before anything changes the state
+        snapshots.commit()  # <- waits until the last snapshot is complete
         optimizer.step()
         scheduler.step()
         step += 1
@@ -95,7 +95,7 @@ def main() -> None:
         if rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
         if step % 100 == 0:
-            snapshots.save(step)  # to disk, from memory, while training goes on
+            snapshots.save(step)  # writes the snapshot to disk while training continues
         if snapshots.stop_requested():  # SIGTERM, SIGUSR1, `holdfast persist --stop`, the file `persist`
             break
     weights = torch.cat([parameter.detach().flatten().double().cpu() for parameter in model.parameters()])

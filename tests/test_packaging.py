@@ -1,12 +1,14 @@
-"""The wheel, as users install it: the configurations come with it and are found by name; help needs no checkout."""
+"""The wheel as users install it: it contains the configurations and finds them by name. The checks run pinned tools."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from holdfast.config import read_config
 from holdfast.config_files import known_configs
@@ -66,3 +68,12 @@ def test_an_unknown_name_lists_those_that_exist(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="is a folder; give its config.toml"):
         read_config("run")
     assert "gpt3_1.7b" in known_configs() and read_config("gpt3_1.7b").model.num_layers == 24
+
+
+def test_the_hooks_of_pre_commit_and_make_check_run_the_same_pinned_tools():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    tools = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in hooks}
+    pinned = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
+    (check,) = re.findall(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tools <= pinned and all(tool in check for tool in tools)
