@@ -1,5 +1,6 @@
 """Shell completion as a user meets it: TAB in real shells, with the printed script."""
 
+import json
 import os
 import pty
 import shutil
@@ -18,6 +19,12 @@ def printed(shell: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_json_holds_the_script() -> None:
+    command = [sys.executable, "-m", "holdfast", "completion", "bash", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout) == {"shell": "bash", "script": printed("bash")}
 
 
 def type_into(shell: str, lines: list[str], folder) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.command_line.flags import Flag, flags_of, options_of, positional
+from holdfast.command_line.results import print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class CompletionOptions:
 
     shell: Literal["bash", "zsh", "fish"] = field(metadata=positional())
     """Shell to write the script for."""
+    json: bool = False
+    """Print shell and script as JSON."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Completion:
 
 
 def completion(options: CompletionOptions) -> None:
-    script = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[options.shell]
-    print(script(completions()), end="")
+    script = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[options.shell](completions())
+    print_json({"shell": options.shell, "script": script}) if options.json else print(script, end="")
 
 
 def completions() -> list[Completion]:
