@@ -37,8 +37,8 @@ def test_the_package_is_the_program_too():
     assert (done.returncode, done.stdout) == (0, holdfast("--version").stdout), done.stderr
 
 
-NO_JSON = {"launch logs", "launch dask", "completion"}
-"""They print a stream, what `preprocess --json` prints on the cluster, and a script."""
+NO_JSON = {"launch dask"}
+"""It prints what `preprocess --json` prints on the cluster."""
 
 EVERY_HELP = """
 import contextlib, io, json, sys

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import all_keys
-from holdfast.launch.batch import SlurmOptions, Training, array_script, launch_folder, merge_script, train_script
+from holdfast.launch.batch_scripts import launch_folder, preprocess_scripts, train_script
+from holdfast.launch.options import SlurmOptions
 from holdfast.system.errors import UsageError
 from tests.launch.conftest import Lab
+from tests.launch.jobs import preprocessing, training
 
 EVERY_FLAG = SlurmOptions(
     nodes=2,
@@ -30,12 +32,6 @@ EVERY_FLAG = SlurmOptions(
 )
 
 
-def training(run: Path, **changes: object) -> Training:
-    return replace(
-        Training(run, run / "config.toml", 100, nproc_per_node=2, layout="tensor 1, pipeline 1, data 4"), **changes
-    )
-
-
 def write(run: Path, name: str, text: str) -> Path:
     path = launch_folder(run) / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,11 +40,9 @@ def write(run: Path, name: str, text: str) -> Path:
 
 
 def scripts(options: SlurmOptions, run: Path) -> dict[str, str]:
-    return {
-        "train.sbatch": train_script(options, training(run, assets=("gpt2/vocab", "gpt2/merges"))),
-        "preprocess.sbatch": array_script(options, run, ["preprocess", "--input", "a b.jsonl", "--partitions", "4"], 4),
-        "merge.sbatch": merge_script(options, run, ["merge"]),
-    }
+    share = preprocessing(run, ["preprocess", "--input", "a b.jsonl", "--partitions", "4"], 4)
+    train = train_script(options, training(run, vocab_file="gpt2/vocab"))
+    return {"train.sbatch": train, **preprocess_scripts(options, share)}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +65,7 @@ def test_a_requeued_job_keeps_its_output_and_is_warned_before_the_limit(tmp_path
     ("options", "reason"),
     [
         (SlurmOptions(env=("NO_VALUE",)), "NAME=VALUE"),
-        (SlurmOptions(env=("$(reboot)=1",)), "cannot be the name of a variable"),
+        (SlurmOptions(env=("$(reboot)=1",)), "is not a valid variable name"),
         (SlurmOptions(sbatch=("mail me",)), "#SBATCH"),
         (SlurmOptions(sbatch=("--comment=x\nrm -rf /",)), "#SBATCH"),
         (SlurmOptions(array="0-3"), "preprocess"),
@@ -107,12 +101,13 @@ def test_environment_prolog_and_container_reach_every_node(lab: Lab, shared: Pat
     options = replace(
         EVERY_FLAG, qos=None, account=None, container_image="/images/a.sqsh", container_mounts="/data:/data"
     )
-    text = array_script(options, shared, ["--null"], 2).replace(" holdfast --null", " env --null")
+    job = preprocessing(shared / "corpus", ["--null"], 2)
+    text = preprocess_scripts(options, job)["preprocess.sbatch"].replace(" holdfast --null", " env --null")
     text = text.replace(' --partition-index "$SLURM_ARRAY_TASK_ID"', "")
-    job = lab.run("sbatch", "--parsable", write(shared, "show.sbatch", text)).stdout.strip()
-    lab.wait_for_end(job)
+    number = lab.run("sbatch", "--parsable", write(job.run, "show.sbatch", text)).stdout.strip()
+    lab.wait_for_end(number)
     for task in ("0", "1"):
-        output = (launch_folder(shared) / f"slurm-{job}_{task}.out").read_text()
+        output = (launch_folder(job.run) / f"slurm-{number}_{task}.out").read_text()
         found = dict(entry.partition("=")[::2] for entry in output.split("\0"))
         assert found["GREETING"] == "it's here"
         assert found["EMPTY"] == ""

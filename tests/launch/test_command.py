@@ -75,6 +75,19 @@ def test_the_command_of_every_pod_is_one_that_we_understand(kind: str, tmp_path:
         assert parsed.train.save == "/fsx/runs/tiny"
 
 
+@pytest.mark.parametrize("given", [[], ["--force"]])
+def test_the_pods_get_the_flags_that_the_configuration_does_not_hold(given: list[str], tmp_path: Path) -> None:
+    """--force, and that the user chose --vocab-size: without it, the pods would take the tokenizer's size."""
+    manifests = rendered(*TRAIN, *CLUSTER, *given)
+    mounted = tmp_path / "config.toml"
+    mounted.write_text(manifests[0]["data"]["config.toml"])
+    for template in pod_templates(manifests):
+        flags = template["spec"]["containers"][0]["args"][2:]
+        options = parse([str(mounted), *(flag.replace("$(NODE_RANK)", "1") for flag in flags)])
+        assert (options.force, options.vocab_size_given) == (bool(given), True)
+        assert options.config.model.vocab_size == 1000
+
+
 def test_a_run_whose_name_starts_with_a_digit_gets_objects_that_kubernetes_takes() -> None:
     """The command of docs/clusters.md, whose run is called 345m."""
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
@@ -142,7 +155,7 @@ def test_skipped_lines_are_no_failure_to_kubernetes(tmp_path: Path, code: int, s
 @pytest.mark.parametrize(
     ("changes", "code", "reason"),
     [
-        (["--save", "/scratch/run"], 2, "save = /scratch/run lies on no volume claim"),
+        (["--save", "/scratch/run"], 2, "save = /scratch/run is not on a volume claim"),
         (["--tensor-model-parallel-size", "3"], 1, "cannot be divided by"),
         (["--apply", "--dry-run"], 2, "exclude each other"),
         (["--name", "..."], 2, "give --name"),

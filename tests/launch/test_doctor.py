@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.launch import doctor
-from holdfast.launch.links import first_host
+from holdfast.launch.node_links import first_host
 from tests.launch.conftest import Lab
 
 
@@ -57,8 +57,8 @@ def test_the_first_host_of_slurms_lists(listed: str, first: str) -> None:
 
 
 def test_the_table_says_what_to_do_only_where_something_is_wrong() -> None:
-    text = doctor.table([doctor.Check("a", "pass", "fine", "unused"), doctor.Check("b", "fail", "broken", "mend it")])
-    assert text.splitlines() == ["pass  a  fine", "fail  b  broken", "         → mend it"]
+    text = doctor.table([doctor.Check("a", "pass", "fine", "unused"), doctor.Check("b", "fail", "broken", "repair it")])
+    assert text.splitlines() == ["pass  a  fine", "fail  b  broken", "         → repair it"]
 
 
 def test_the_command_reports_and_exits_by_the_verdict(tmp_path: Path) -> None:

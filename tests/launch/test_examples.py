@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.launch.batch import SlurmOptions, Training, array_script, merge_script, train_script
-from holdfast.launch.kubernetes import KubernetesOptions, preprocess_manifests, to_yaml, train_manifests
+from holdfast.launch.batch_scripts import preprocess_scripts, train_script
+from holdfast.launch.kubernetes import TrainingPods, preprocess_manifests, to_yaml, train_manifests
+from holdfast.launch.options import KubernetesOptions, SlurmOptions
 from holdfast.system.atomic_files import publish_text
 from tests.launch.conftest import Lab
+from tests.launch.jobs import preprocessing, training
 from tests.launch.test_kubernetes import KINDS, check
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -45,15 +47,10 @@ PREPROCESS = [
 def slurm_examples() -> dict[str, str]:
     options = SlurmOptions(nodes=4, container_image="/apps/holdfast.sqsh", container_mounts="/fsx:/fsx", exclusive=True)
     gpus = SlurmOptions(**{**vars(options), "gpus_per_node": 8, "time": "12:00:00"})
-    command = [*PREPROCESS, "--append-eod", "--partitions", "16"]
-    layout = "32 ranks, tensor 1, pipeline 1, data 32"
-    return {
-        "slurm/train.sbatch": train_script(
-            gpus, Training(RUN, RUN / "config.toml", 500000, 8, layout, assets=("gpt2",))
-        ),
-        "slurm/preprocess.sbatch": array_script(options, Path("/fsx/data/corpus.run"), command, 16),
-        "slurm/merge.sbatch": merge_script(options, Path("/fsx/data/corpus.run"), command),
-    }
+    train = training(RUN, nodes=4, ranks=8, iterations=500000, vocab_file="gpt2")
+    share = preprocessing(Path("/fsx/data/corpus"), [*PREPROCESS, "--append-eod", "--partitions", "16"], 16)
+    scripts = {"train.sbatch": train_script(gpus, train), **preprocess_scripts(options, share)}
+    return {f"slurm/{name}": text for name, text in scripts.items()}
 
 
 def kubernetes_examples() -> dict[str, str]:
@@ -63,7 +60,9 @@ def kubernetes_examples() -> dict[str, str]:
     found = {}
     for kind in KINDS:
         chosen = KubernetesOptions(**{**vars(options), "kind": kind})
-        found[f"kubernetes/train-{kind}.yaml"] = to_yaml(train_manifests(chosen, "gpt-345m", CONFIG, 8, "14Gi"))
+        found[f"kubernetes/train-{kind}.yaml"] = to_yaml(
+            train_manifests(TrainingPods(chosen, "gpt-345m", CONFIG, 8, "14Gi"))
+        )
     small = KubernetesOptions(**{**vars(options), "gpus_per_node": 0, "efa": 0, "cpus": "16"})
     command = [*PREPROCESS, "--append-eod", "--partitions", "16"]
     found["kubernetes/preprocess.yaml"] = to_yaml(preprocess_manifests(small, "corpus", command, 16))

@@ -10,14 +10,15 @@ import pytest
 import yaml
 
 from holdfast.launch.kubernetes import (
-    KubernetesOptions,
     Manifest,
+    TrainingPods,
+    check_options,
     object_name,
     preprocess_manifests,
-    require_on_claims,
     to_yaml,
     train_manifests,
 )
+from holdfast.launch.options import KubernetesOptions
 from holdfast.system.errors import UsageError
 
 KUBERNETES = "1.31"
@@ -87,7 +88,7 @@ PYTORCH_JOB = {
 def render(**changes: Any) -> list[Manifest]:
     """Through YAML and back: what kubectl would read."""
     options = KubernetesOptions(**{**vars(OPTIONS), **changes})
-    text = to_yaml(train_manifests(options, "run-one", CONFIG, nproc_per_node=8, shm="64Gi"))
+    text = to_yaml(train_manifests(TrainingPods(options, "run-one", CONFIG, nproc_per_node=8, shm="64Gi")))
     return list(yaml.safe_load_all(text))
 
 
@@ -246,11 +247,11 @@ def test_preprocessing_is_shared_out_and_merged_afterwards() -> None:
 
 
 def test_paths_outside_the_volume_claims_are_refused() -> None:
-    require_on_claims(OPTIONS, {"save": "/fsx/run", "data_path 1": "/fsx/data/corpus_text_document"})
-    with pytest.raises(UsageError, match="/scratch/run lies on no volume claim"):
-        require_on_claims(OPTIONS, {"save": "/scratch/run"})
+    check_options(OPTIONS, {"save": "/fsx/run", "data_path 1": "/fsx/data/corpus_text_document"})
+    with pytest.raises(UsageError, match="/scratch/run is not on a volume claim"):
+        check_options(OPTIONS, {"save": "/scratch/run"})
     with pytest.raises(UsageError, match="CLAIM:/PATH"):
-        require_on_claims(KubernetesOptions(image="x", pvc=("fsx",)), {})
+        check_options(KubernetesOptions(image="x", pvc=("fsx",)), {})
 
 
 @pytest.mark.parametrize(

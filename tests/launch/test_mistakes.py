@@ -1,5 +1,6 @@
 """Mistakes on the command line of a launch are refused at once, with one line that says what to do."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch import control, doctor, images, kubernetes, slurm
-from holdfast.launch.batch import Training, train_script
-from holdfast.launch.command import check_counts, launch_kubernetes
+from holdfast.launch import doctor, images, kubernetes, launched_run, slurm
+from holdfast.launch.batch_scripts import train_script
+from holdfast.launch.command import check_minimums, launch_kubernetes
 from holdfast.launch.options import KubernetesOptions, SlurmOptions, StopOptions
-from holdfast.launch.plan import plan_training
-from holdfast.launch.sharing import share_preprocessing
+from holdfast.launch.preprocessing_job import preprocessing_job
+from holdfast.launch.training_job import training_job
 from holdfast.parallel.layout import ParallelLayout
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.journal import Journal
+from tests.launch.jobs import training
 
 MODEL = ["gpt_tiny", "--vocab-size", "1000", "--save", "/fsx/runs/tiny"]
 DATA = ["--data-path", "/fsx/corpus_text_document"]
@@ -34,26 +36,26 @@ DATA = ["--data-path", "/fsx/corpus_text_document"]
 )
 def test_numbers_that_no_job_can_have_are_refused(options: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_counts(options)
+        check_minimums(options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (KubernetesOptions(mem="200GB"), "--mem 200GB is not an amount .* 200Gi"),
-        (KubernetesOptions(shm="lots"), "--shm lots is not an amount"),
-        (KubernetesOptions(cpus="many"), "--cpus many is not an amount .* 500m"),
-        (KubernetesOptions(namespace="My_Space"), "--namespace My_Space is not a name"),
+        (KubernetesOptions(mem="200GB"), "--mem 200GB is not a Kubernetes quantity.* 200Gi"),
+        (KubernetesOptions(shm="lots"), "--shm lots is not a Kubernetes quantity"),
+        (KubernetesOptions(cpus="many"), "--cpus many is not a Kubernetes quantity.* 500m"),
+        (KubernetesOptions(namespace="My_Space"), "--namespace My_Space is not a Kubernetes name"),
     ],
 )
 def test_what_the_api_server_would_refuse_is_refused_here(options: KubernetesOptions, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        kubernetes.check_options(options)
+        kubernetes.check_options(options, {})
 
 
 def test_amounts_that_kubernetes_knows_are_accepted() -> None:
     for amount in ("16", "0.5", "500m", "200Gi", "200G", "1.5Ti", "64Ki"):
-        kubernetes.check_options(KubernetesOptions(cpus=amount, mem=amount, shm=amount, namespace="team-1"))
+        kubernetes.check_options(KubernetesOptions(cpus=amount, mem=amount, shm=amount, namespace="team-1"), {})
 
 
 @pytest.mark.parametrize("pair", ["fsx", "fsx:data", ":/fsx", "My_Claim:/fsx"])
@@ -77,12 +79,12 @@ def test_a_launch_of_nothing_names_what_can_be_launched() -> None:
 )
 def test_training_flags_that_a_job_cannot_use_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        plan_training(arguments, 2, 4, here=False)
+        training_job(arguments, 2, 4, shared_files=False)
 
 
 def test_a_preprocessing_job_has_at_least_one_partition() -> None:
     with pytest.raises(UsageError, match="--partitions 0: give 1 or more"):
-        share_preprocessing(["--input", "a", "--output-prefix", "b", "--vocab-file", "c", "--partitions", "0"], 2)
+        preprocessing_job(["--input", "a", "--output-prefix", "b", "--vocab-file", "c", "--partitions", "0"], 2)
 
 
 @pytest.mark.parametrize("limit", ["tomorrow", "2:00:00:00", "1-0:0:0:0", ""])
@@ -119,20 +121,35 @@ def test_slurm_without_a_controller_is_named_as_that(tmp_path: Path, program: st
 
 
 def test_logs_of_jobs_that_printed_nothing_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = Journal(control.record_file(tmp_path))
+    journal = Journal(launched_run.record_file(tmp_path))
     journal.event("submitted", job="7", script="train.sbatch")
     journal.close()
-    control.print_logs(tmp_path, follow=False)
+    launched_run.print_logs(tmp_path, follow=False)
     out, err = capsys.readouterr()
     assert out == ""
     assert "has printed anything yet" in err
+
+
+def test_logs_as_json_are_one_object_per_line(tmp_path: Path) -> None:
+    journal = Journal(launched_run.record_file(tmp_path))
+    journal.event("submitted", job="7", script="train.sbatch")
+    journal.close()
+    (tmp_path / "launch" / "slurm-7.out").write_text('first "line"\nlast, not ended')
+    (tmp_path / "launch" / "slurm-6.out").write_text("of an earlier submission\n")
+    command = [sys.executable, "-m", "holdfast.cli", "launch", "logs", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"job": "7", "file": "slurm-7.out", "line": 'first "line"'},
+        {"job": "7", "file": "slurm-7.out", "line": "last, not ended"},
+    ]
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_a_run_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HoldfastError, match="is not a folder; give the run folder"):
-        control.submitted(tmp_path / name)
+        launched_run.submitted(tmp_path / name)
 
 
 def test_an_image_is_built_from_a_checkout_only(tmp_path: Path) -> None:
@@ -149,8 +166,6 @@ def test_doctor_names_a_folder_that_is_a_file_or_not_there(tmp_path: Path) -> No
 
 
 def test_one_is_singular() -> None:
-    run = Path("/fsx/run")
-    layout = ParallelLayout(pipeline=1, replica=1, shard=1, context=1, tensor=1).words()
-    script = train_script(SlurmOptions(), Training(run, run / "config.toml", 10, 1, layout))
+    script = train_script(SlurmOptions(), training(Path("/fsx/run")))
     assert "1 node x 1 rank: 1 rank, tensor 1" in script
     assert "(1 replica × 2 shards)" in ParallelLayout(pipeline=1, replica=1, shard=2, context=1, tensor=1).words()

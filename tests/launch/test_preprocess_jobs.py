@@ -103,7 +103,7 @@ def test_an_array_over_four_nodes_with_a_task_killed_equals_one_machine(
 @pytest.mark.parametrize(
     ("flags", "code", "reason"),
     [
-        (["--input", "/nowhere.jsonl"], 1, "there is no such file"),
+        (["--input", "/nowhere.jsonl"], 1, "/nowhere.jsonl does not exist"),
         (["--input", "-"], 2, "cannot read standard input"),
         (["--partition-index", "3"], 2, "a launch makes all of them"),
         (["--partition", "gpu"], 1, "(there are: main, short)"),

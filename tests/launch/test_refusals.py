@@ -78,7 +78,7 @@ def test_paths_that_the_container_does_not_see_are_refused(lab: Lab, shared: Pat
         "launch", "slurm", *train, "--container-mounts", "/elsewhere:/elsewhere", check=False, IMAGE=str(image)
     )
     assert refused.returncode == 2
-    assert "is not inside the container" in refused.stderr
+    assert "is not mounted in the container" in refused.stderr
 
 
 def test_the_environment_names_of_the_original_are_honoured(lab: Lab, shared: Path, train: list[str | Path]) -> None:

@@ -1,7 +1,7 @@
-"""Preprocessing shared out over the workers of a Dask cluster, for those who have one and no Slurm.
+"""Preprocessing on the workers of a Dask cluster.
 
-Dask only hands out the partitions and tries a failed one again; each is the same command that a task of a Slurm array runs, in
-a process of its own, so a partition that is finished is left alone and the result does not depend on who made which.
+Dask only distributes the partitions and retries a failed one. Each partition is the command that a task of a Slurm array runs, in
+a process of its own: a finished partition is skipped, and the result does not depend on which worker made which partition.
 """
 
 import subprocess
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.launch.sharing import SKIPPED_LINES, Sharing
+from holdfast.launch.preprocessing_job import SKIPPED_LINES, PreprocessingJob
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import progress
 
@@ -17,22 +17,22 @@ RETRIES = 2
 CONNECT_SECONDS = 15
 
 
-def run_partitions(scheduler: str, sharing: Sharing) -> str:
-    """Makes every share on the cluster, then joins them; returns what the join printed."""
+def run_partitions(scheduler: str, job: PreprocessingJob) -> str:
+    """Makes every partition on the cluster, then joins them; returns what the join printed."""
     try:
         from distributed import Client, as_completed
     except ImportError:
         raise HoldfastError("Dask is not installed: pip install 'holdfast[dask]', here and on the workers") from None
     client = connect(Client, scheduler)
     try:
-        commands = [[*sharing.command, "--partition-index", str(index)] for index in range(sharing.partitions)]
+        commands = [[*job.command, "--partition-index", str(index)] for index in range(job.partitions)]
         futures = client.map(run_command, commands, pure=False, retries=RETRIES)
-        with progress("partitions", sharing.partitions, unit="partitions") as bar:
+        with progress("partitions", job.partitions, unit="partitions") as bar:
             for future in as_completed(futures):
                 if future.status != "finished":
                     raise HoldfastError(str(future.exception()))
                 bar.advance()
-        return str(client.submit(run_command, sharing.command, pure=False, retries=RETRIES).result())
+        return str(client.submit(run_command, job.command, pure=False, retries=RETRIES).result())
     finally:
         client.close()
 
@@ -45,7 +45,7 @@ def connect(client: Any, scheduler: str) -> Any:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """On a worker: Holdfast's own command line, with its last words as the error."""
+    """On a worker: runs Holdfast's command line; a failure raises its error message."""
     done = subprocess.run([sys.executable, "-m", "holdfast.cli", *command], capture_output=True, text=True, check=False)
     if done.returncode not in (0, SKIPPED_LINES):
         raise RuntimeError(f"holdfast {command[0]} failed on a worker: {done.stderr.strip() or done.returncode}")

@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from holdfast.launch import links
+from holdfast.config import read_config
+from holdfast.launch import node_links
+from holdfast.launch.training_job import TrainingJob, dataset_prefixes
+from holdfast.parallel.layout import layout_of
 from holdfast.system.cpu_features import DEFAULT, VARIABLE, WITHOUT_AMX, Probe, examine_amx, onednn_limit
+from holdfast.train.run_files.paths import with_absolute_paths
 
 Verdict = Literal["pass", "warn", "fail"]
 OLDEST_TORCH = (2, 11)
@@ -193,10 +197,10 @@ def check_scheduler() -> Iterator[Check]:
 
 def check_links(folders: list[Path]) -> Iterator[Check]:
     """Between the nodes of this step; outside of one there is nothing to check."""
-    task = links.task_of_step()
+    task = node_links.task_of_step()
     if task is None:
         return
-    for link in links.measure(*task, folders):
+    for link in node_links.measure(*task, folders):
         problems = []
         if abs(link.skew_ms) > MUCH_SKEW_MS:
             problems.append("the clocks differ: start chrony or ntpd")
@@ -207,6 +211,24 @@ def check_links(folders: list[Path]) -> Iterator[Check]:
         found = f"clock {link.skew_ms:+.1f} ms, round trip {link.round_trip_ms:.2f} ms, {link.megabytes_per_s:,.0f} MB/s over TCP"
         verdict: Verdict = "fail" if link.locks_not_seen else "warn" if problems else "pass"
         yield Check(f"link to {link.node}", verdict, found, "; ".join(problems))
+
+
+def job_needs(config: Path | None) -> tuple[dict[str, Path], Path, int | None]:
+    """The folders that a job uses, the folder of its snapshots, and their size in bytes (None: not known)."""
+    from holdfast.assets.cache import cache_folder
+
+    folders = {"cache": cache_folder()}
+    if "DATA_PATH" in os.environ:
+        folders["$DATA_PATH"] = Path(os.environ["DATA_PATH"])
+    if config is None:
+        return folders, Path("/dev/shm"), None
+    read = with_absolute_paths(read_config(config))
+    folders |= {f"data {i}": Path(prefix).parent for i, prefix in enumerate(dataset_prefixes(read), 1)}
+    if read.train.save:
+        folders["run"] = Path(read.train.save)
+    job = TrainingJob(read, layout_of(read.parallel))
+    needed = None if read.model.vocab_size is None else job.snapshot_bytes()
+    return folders, Path(read.snapshot.snapshot_dir), needed
 
 
 def examine(folders: dict[str, Path], snapshot_dir: Path, needed: int | None) -> list[Check]:

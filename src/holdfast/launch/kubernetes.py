@@ -1,19 +1,20 @@
 """Kubernetes manifests for training and preprocessing, as plain dictionaries that become YAML.
 
-The invariant: what a pod restarts into is what the keeper left. Containers restart in place (`OnFailure`), because /dev/shm is a
-memory volume of the pod: it outlives a container and holds the snapshots; only a lost pod falls back to a peer or the disk.
-Nodes of a job find each other by names that are known before the pods exist, so no etcd and no elastic rendezvous is needed.
+The invariant: a container that restarts finds the snapshots that the keeper holds. Containers restart in place (`OnFailure`),
+and /dev/shm is a memory volume of the pod, which outlives a container. Only a lost pod falls back to a peer or the disk.
+The nodes of a job find each other by names that are known before the pods exist, so the rendezvous needs no etcd.
 """
 
 import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from holdfast.launch.options import KubernetesOptions
-from holdfast.launch.pairs import pairs
+from holdfast.launch.options import KubernetesOptions, name_value_pairs
+from holdfast.launch.preprocessing_job import SKIPPED_LINES
 from holdfast.system.errors import HoldfastError, UsageError
 
 Manifest = dict[str, Any]
@@ -22,129 +23,153 @@ CONFIG_FOLDER = "/etc/holdfast"
 PORT = 29500
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-# What a drain or preemption leaves the run to persist its state.
 GRACE_SECONDS = 300
+"""Time that a drain or preemption leaves the run to persist its state."""
+COMPLETION_INDEX = {
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+}
+JOBSET_API = "jobset.x-k8s.io/v1alpha2"
+TRAINER_API = "trainer.kubeflow.org/v1alpha1"
 
 
-def train_manifests(
-    options: KubernetesOptions, name: str, config: str, nproc_per_node: int, shm: str
-) -> list[Manifest]:
+@dataclass(frozen=True)
+class TrainingPods:
+    """What the pods of a training job have in common, whatever kind of object starts them."""
+
+    options: KubernetesOptions
+    name: str
+    config: str
+    """Content of config.toml."""
+    nproc_per_node: int
+    shm: str
+    flags: Sequence[str] = ()
+    """Flags of `train` besides the configuration."""
+
+    def template(
+        self,
+        container: str,
+        node_rank: str,
+        endpoint: str,
+        command: Sequence[str] = ("holdfast",),
+        environment: Manifest | None = None,
+    ) -> Manifest:
+        """The pod template. `node_rank` and `endpoint` may refer to environment variables as $(NAME)."""
+        arguments = ["train", f"{CONFIG_FOLDER}/config.toml", "--nnodes", str(self.options.nodes)]
+        arguments += ["--nproc-per-node", str(self.nproc_per_node), *self.flags]
+        arguments += ["--node-rank", node_rank, "--rdzv-endpoint", endpoint]
+        template = pod(self.options, self.name, container, list(command), arguments, environment or {})
+        template["spec"]["volumes"] += [
+            {"name": "config", "configMap": {"name": self.name}},
+            # 64 MB is the default; the snapshots are here and outlive a restart of the container
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shm}},
+        ]
+        trainer = template["spec"]["containers"][0]
+        trainer["volumeMounts"] += [
+            {"name": "config", "mountPath": CONFIG_FOLDER},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ]
+        trainer["ports"] = [{"containerPort": PORT, "name": "rendezvous"}]
+        return template
+
+    def indexed_template(self, first_pod: str) -> Manifest:
+        """The pod template of an indexed job, where the completion index is the node's rank."""
+        endpoint = f"{first_pod}.{self.name}:{PORT}"
+        return self.template("train", "$(NODE_RANK)", endpoint, environment={"NODE_RANK": COMPLETION_INDEX})
+
+
+def train_manifests(pods: TrainingPods) -> list[Manifest]:
     """The configuration as a ConfigMap, and the objects of the chosen kind."""
-    pods = {
+    objects = {
         "job": indexed_job,
         "jobset": job_set,
         "pytorchjob": pytorch_job,
         "trainjob": train_job,
-    }[options.kind]
-    config_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(options, name),
-        "data": {"config.toml": config},
-    }
-    return [config_map, *pods(options, name, nproc_per_node, shm)]
+    }[pods.options.kind]
+    config_map = manifest(pods.options, "v1", "ConfigMap", pods.name, data={"config.toml": pods.config})
+    return [config_map, *objects(pods)]
 
 
-def indexed_job(options: KubernetesOptions, name: str, nproc_per_node: int, shm: str) -> list[Manifest]:
-    rank = {"NODE_RANK": field("metadata.annotations['batch.kubernetes.io/job-completion-index']")}
-    arguments = train_arguments(options, nproc_per_node, "$(NODE_RANK)", f"{name}-0.{name}:{PORT}")
-    template = pod(options, name, "train", ["holdfast"], arguments, rank, shm)
+def indexed_job(pods: TrainingPods) -> list[Manifest]:
+    options, name = pods.options, pods.name
+    template = pods.indexed_template(f"{name}-0")
     template["spec"]["subdomain"] = name
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata(options, name),
-        "spec": indexed(options.nodes, options.max_restarts, template),
+    # The service gives every pod a DNS name, before the pod is ready: pods wait for each other to become ready.
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": labels(name),
+        "ports": [{"name": "rendezvous", "port": PORT}],
     }
-    return [headless_service(options, name), job]
-
-
-def job_set(options: KubernetesOptions, name: str, nproc_per_node: int, shm: str) -> list[Manifest]:
-    rank = {"NODE_RANK": field("metadata.annotations['batch.kubernetes.io/job-completion-index']")}
-    arguments = train_arguments(options, nproc_per_node, "$(NODE_RANK)", f"{name}-node-0-0.{name}:{PORT}")
-    template = pod(options, name, "train", ["holdfast"], arguments, rank, shm)
-    replicated = {
-        "name": "node",
-        "replicas": 1,
-        "template": {"spec": indexed(options.nodes, options.max_restarts, template)},
-    }
+    job = indexed(options.nodes, options.max_restarts, template)
     return [
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": metadata(options, name),
-            "spec": {
-                "network": {"enableDNSHostnames": True, "subdomain": name},
-                "failurePolicy": {"maxRestarts": options.max_restarts},
-                "replicatedJobs": [replicated],
-            },
-        }
+        manifest(options, "v1", "Service", name, spec=service),
+        manifest(options, "batch/v1", "Job", name, spec=job),
     ]
 
 
-def pytorch_job(options: KubernetesOptions, name: str, nproc_per_node: int, shm: str) -> list[Manifest]:
-    # The operator sets RANK and WORLD_SIZE for the pod; to a rank's process they would mean something else.
+def job_set(pods: TrainingPods) -> list[Manifest]:
+    options, name = pods.options, pods.name
+    nodes = indexed(options.nodes, options.max_restarts, pods.indexed_template(f"{name}-node-0-0"))
+    spec = {
+        "network": {"enableDNSHostnames": True, "subdomain": name},
+        "failurePolicy": {"maxRestarts": options.max_restarts},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": nodes}}],
+    }
+    return [manifest(options, JOBSET_API, "JobSet", name, spec=spec)]
+
+
+def pytorch_job(pods: TrainingPods) -> list[Manifest]:
+    options = pods.options
+    # The operator sets RANK and WORLD_SIZE per pod; a training process would read them as those of its own rank.
     command = ["env", "-u", "RANK", "-u", "WORLD_SIZE", "holdfast"]
-    arguments = train_arguments(options, nproc_per_node, "$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)")
-    template = pod(options, name, "pytorch", command, arguments, {}, shm)
+    template = pods.template("pytorch", "$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)", command)
     restart = template["spec"].pop("restartPolicy")
     roles = {"Master": 1, "Worker": options.nodes - 1}
-    return [
-        {
-            "apiVersion": "kubeflow.org/v1",
-            "kind": "PyTorchJob",
-            "metadata": metadata(options, name),
-            "spec": {
-                "nprocPerNode": str(nproc_per_node),
-                "runPolicy": {"backoffLimit": options.max_restarts, "cleanPodPolicy": "None"},
-                "pytorchReplicaSpecs": {
-                    role: {"replicas": count, "restartPolicy": restart, "template": template}
-                    for role, count in roles.items()
-                    if count
-                },
-            },
-        }
-    ]
+    spec = {
+        "nprocPerNode": str(pods.nproc_per_node),
+        "runPolicy": {"backoffLimit": options.max_restarts, "cleanPodPolicy": "None"},
+        "pytorchReplicaSpecs": {
+            role: {"replicas": count, "restartPolicy": restart, "template": template}
+            for role, count in roles.items()
+            if count
+        },
+    }
+    return [manifest(options, "kubeflow.org/v1", "PyTorchJob", pods.name, spec=spec)]
 
 
-def train_job(options: KubernetesOptions, name: str, nproc_per_node: int, shm: str) -> list[Manifest]:
-    # A runtime of our own carries volumes and restart policy, so that the TrainJob needs none of the fields that still move.
-    arguments = train_arguments(options, nproc_per_node, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)")
-    template = pod(options, name, "node", ["holdfast"], arguments, {}, shm)
-    step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    job = {"backoffLimit": options.max_restarts, "template": template}
+def train_job(pods: TrainingPods) -> list[Manifest]:
+    # The runtime carries volumes and restart policy, so that the TrainJob uses none of the fields that still change.
+    options, name = pods.options, pods.name
+    template = pods.template("node", "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)")
+    node = {
+        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+        "spec": {"backoffLimit": options.max_restarts, "template": template},
+    }
     runtime = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": metadata(options, name),
-        "spec": {
-            "mlPolicy": {"numNodes": options.nodes, "torch": {}},
-            "template": {"spec": {"replicatedJobs": [{"name": "node", "template": {"metadata": step, "spec": job}}]}},
-        },
+        "mlPolicy": {"numNodes": options.nodes, "torch": {}},
+        "template": {"spec": {"replicatedJobs": [{"name": "node", "template": node}]}},
     }
-    train = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": metadata(options, name),
-        "spec": {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
-            "trainer": {"numNodes": options.nodes},
-        },
+    job = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
+        "trainer": {"numNodes": options.nodes},
     }
-    return [runtime, train]
+    return [
+        manifest(options, TRAINER_API, "TrainingRuntime", name, spec=runtime),
+        manifest(options, TRAINER_API, "TrainJob", name, spec=job),
+    ]
 
 
 def preprocess_manifests(
     options: KubernetesOptions, name: str, command: Sequence[str], partitions: int
 ) -> list[Manifest]:
-    """A JobSet: one indexed job makes the partitions, a second one joins them when all are there."""
+    """A JobSet: an indexed job makes the partitions, and a second job joins them when all are complete."""
     if options.kind in ("pytorchjob", "trainjob"):
         raise UsageError(f"--kind {options.kind} is for training; preprocessing is a JobSet")
-    # Code 3: done, and bad lines were skipped as asked; to Kubernetes it must not look like a failure.
-    shell = ["/bin/sh", "-c", 'holdfast "$@" || [ $? -eq 3 ]', "holdfast"]
-    index = {"PARTITION": field("metadata.annotations['batch.kubernetes.io/job-completion-index']")}
-    template = pod(options, name, "preprocess", shell, [*command, "--partition-index", "$(PARTITION)"], index)
-    join = pod(options, name, "merge", shell, list(command), {})
+    # To Kubernetes, a run that skipped bad lines as asked must not look like a failure.
+    shell = ["/bin/sh", "-c", f'holdfast "$@" || [ $? -eq {SKIPPED_LINES} ]', "holdfast"]
+    arguments = [*command, "--partition-index", "$(PARTITION)"]
+    template = pod(options, name, "preprocess", shell, arguments, {"PARTITION": COMPLETION_INDEX})
+    merge = pod(options, name, "merge", shell, list(command), {})
     jobs = [
         {
             "name": "partitions",
@@ -155,22 +180,31 @@ def preprocess_manifests(
             "name": "merge",
             "replicas": 1,
             "dependsOn": [{"name": "partitions", "status": "Complete"}],
-            "template": {"spec": indexed(1, options.max_restarts, join)},
+            "template": {"spec": indexed(1, options.max_restarts, merge)},
         },
     ]
-    return [
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": metadata(options, name),
-            "spec": {"failurePolicy": {"maxRestarts": options.max_restarts}, "replicatedJobs": jobs},
-        }
-    ]
+    spec = {"failurePolicy": {"maxRestarts": options.max_restarts}, "replicatedJobs": jobs}
+    return [manifest(options, JOBSET_API, "JobSet", name, spec=spec)]
 
 
-def train_arguments(options: KubernetesOptions, nproc_per_node: int, node_rank: str, endpoint: str) -> list[str]:
-    sizes = ["--nnodes", str(options.nodes), "--nproc-per-node", str(nproc_per_node)]
-    return ["train", f"{CONFIG_FOLDER}/config.toml", *sizes, "--node-rank", node_rank, "--rdzv-endpoint", endpoint]
+def manifest(options: KubernetesOptions, api: str, kind: str, name: str, **content: Manifest) -> Manifest:
+    metadata = {"name": name, "namespace": options.namespace, "labels": labels(name)}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
+
+
+def labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/instance": name}
+
+
+def indexed(completions: int, backoff: int, template: Manifest) -> Manifest:
+    """The specification of an indexed job."""
+    return {
+        "completionMode": "Indexed",
+        "completions": completions,
+        "parallelism": completions,
+        "backoffLimit": backoff,
+        "template": template,
+    }
 
 
 def pod(
@@ -179,20 +213,13 @@ def pod(
     container: str,
     command: list[str],
     arguments: list[str],
-    environment: dict[str, Any],
-    shm: str | None = None,
+    environment: Manifest,
 ) -> Manifest:
-    """The pod template: one container with the job's volumes. With `shm` it trains: configuration and shared memory."""
-    volumes, mounts = claims(options)
-    if shm:
-        volumes += [
-            {"name": "config", "configMap": {"name": name}},
-            # 64 MB is the default; the snapshots live here and outlive a restart of the container
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
-        ]
-        mounts += [{"name": "config", "mountPath": CONFIG_FOLDER}, {"name": "shm", "mountPath": "/dev/shm"}]
+    """The pod template: one container with the volume claims of the job."""
     variables = [{"name": key, **value} for key, value in environment.items()]
-    variables += [{"name": key, "value": value} for key, value in pairs("--env", options.env)]
+    variables += [{"name": key, "value": value} for key, value in name_value_pairs("--env", options.env)]
+    # A claim's name may hold dots, a volume's may not.
+    claims = [(object_name(f"claim-{claim}"), claim, path) for claim, path in claim_paths(options).items()]
     spec: Manifest = {
         "name": container,
         "image": options.image,
@@ -200,21 +227,19 @@ def pod(
         "args": arguments,
         "env": variables,
         "resources": resources(options),
-        "volumeMounts": mounts,
+        "volumeMounts": [{"name": volume, "mountPath": path} for volume, _, path in claims],
     }
     if options.efa:
         # The adapter registers memory, which needs the lock limit lifted.
         spec["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
-    if shm:
-        spec["ports"] = [{"containerPort": PORT, "name": "rendezvous"}]
     whole: Manifest = {
         "restartPolicy": "OnFailure",
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "containers": [spec],
-        "volumes": volumes,
+        "volumes": [{"name": volume, "persistentVolumeClaim": {"claimName": claim}} for volume, claim, _ in claims],
     }
     if options.node_selector:
-        whole["nodeSelector"] = dict(pairs("--node-selector", options.node_selector))
+        whole["nodeSelector"] = dict(name_value_pairs("--node-selector", options.node_selector))
     return {"metadata": {"labels": labels(name)}, "spec": whole}
 
 
@@ -229,16 +254,6 @@ def resources(options: KubernetesOptions) -> Manifest:
     return {"requests": wanted, "limits": wanted} if wanted else {}
 
 
-def claims(options: KubernetesOptions) -> tuple[list[Manifest], list[Manifest]]:
-    """Volumes and mounts of the claims that the user gave."""
-    volumes, mounts = [], []
-    for claim, path in claim_paths(options).items():
-        name = object_name(f"claim-{claim}")  # a claim's name may hold dots, a volume's may not
-        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": name, "mountPath": path})
-    return volumes, mounts
-
-
 def claim_paths(options: KubernetesOptions) -> dict[str, str]:
     found = {}
     for pair in options.pvc:
@@ -249,68 +264,30 @@ def claim_paths(options: KubernetesOptions) -> dict[str, str]:
     return found
 
 
-def check_options(options: KubernetesOptions) -> None:
-    """Refuses what the API server would refuse."""
+def check_options(options: KubernetesOptions, paths: dict[str, str]) -> None:
+    """Refuses what the API server would refuse, and paths (key → path) that are on no volume claim.
+
+    Data and results must outlive the pods and be visible to every pod.
+    """
     for flag, amount in (("--cpus", options.cpus), ("--mem", options.mem), ("--shm", options.shm)):
         if amount is not None and not QUANTITY.fullmatch(amount):
             example = "16 or 500m" if flag == "--cpus" else "200Gi or 200G"
-            raise UsageError(f"{flag} {amount} is not an amount that Kubernetes knows; write e.g. {example}")
+            raise UsageError(f"{flag} {amount} is not a Kubernetes quantity; give, for example, {example}")
     if not LABEL.fullmatch(options.namespace):
         raise UsageError(
-            f"--namespace {options.namespace} is not a name that Kubernetes takes: lower-case letters, digits and dashes"
+            f"--namespace {options.namespace} is not a Kubernetes name: use lower-case letters, digits and dashes"
         )
-
-
-def require_on_claims(options: KubernetesOptions, paths: dict[str, str]) -> None:
-    """Data and results must outlive the pods and be where every pod sees them."""
-    mounted = [PurePosixPath(path) for path in claim_paths(options).values()]
+    mounts = list(claim_paths(options).values())
     for key, path in paths.items():
-        if not any(PurePosixPath(path).is_relative_to(mount) for mount in mounted):
-            where = ", ".join(map(str, mounted)) or "no claim is mounted"
+        if not any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
+            where = ", ".join(mounts) or "no claim is mounted"
             raise UsageError(
-                f"{key} = {path} lies on no volume claim ({where}); give --pvc CLAIM:/PATH that contains it"
+                f"{key} = {path} is not on a volume claim ({where}); give --pvc CLAIM:/PATH that contains it"
             )
 
 
-def indexed(completions: int, backoff: int, template: Manifest) -> Manifest:
-    return {
-        "completionMode": "Indexed",
-        "completions": completions,
-        "parallelism": completions,
-        "backoffLimit": backoff,
-        "template": template,
-    }
-
-
-def headless_service(options: KubernetesOptions, name: str) -> Manifest:
-    """Gives every pod its own name; published before the pod is ready, because they wait for each other to get ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(options, name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": labels(name),
-            "ports": [{"name": "rendezvous", "port": PORT}],
-        },
-    }
-
-
-def metadata(options: KubernetesOptions, name: str) -> Manifest:
-    return {"name": name, "namespace": options.namespace, "labels": labels(name)}
-
-
-def labels(name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/instance": name}
-
-
-def field(path: str) -> Manifest:
-    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
 def object_name(text: str) -> str:
-    """A name that Kubernetes takes for objects, services and host names: it starts with a letter (RFC 1035)."""
+    """A valid name for objects, services and hosts: it starts with a letter (RFC 1035)."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not name:
         raise UsageError(f"'{text}' has no letter or digit to name the Kubernetes job by; give --name")
@@ -324,7 +301,7 @@ def to_yaml(manifests: Sequence[Manifest]) -> str:
     import yaml
 
     class Readable(yaml.SafeDumper):
-        """Nothing by reference, and a text of several lines as a block."""
+        """Writes no aliases, and a text of several lines as a block."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -337,7 +314,7 @@ def to_yaml(manifests: Sequence[Manifest]) -> str:
 
 
 def apply(manifests: Sequence[Manifest]) -> str:
-    """Hands the manifests to kubectl; returns what it said."""
+    """Gives the manifests to kubectl; returns its output."""
     if shutil.which("kubectl") is None:
         raise HoldfastError(
             "kubectl is not on this machine; print the manifests with --dry-run and apply them elsewhere"

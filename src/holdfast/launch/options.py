@@ -1,16 +1,46 @@
 """The flags of the launch verbs and of `doctor`, one dataclass per verb. Imports nothing that takes time."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from holdfast.command_line.flags import positional, remainder, short
+from holdfast.system.errors import UsageError
+
+
+def name_value_pairs(flag: str, values: Sequence[str]) -> list[tuple[str, str]]:
+    """The NAME=VALUE arguments of a flag; a value may be empty or hold further equal signs."""
+    pairs = []
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not equals or not name or any(c.isspace() for c in name):
+            raise UsageError(f"{flag} '{text}' is not NAME=VALUE")
+        pairs.append((name, value))
+    return pairs
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
+class ClusterOptions:
+    """Flags that Slurm and Kubernetes jobs share."""
+
+    nodes: int = 1
+    """Nodes of the training job, or how many partitions are preprocessed at the same time."""
+    gpus_per_node: int | None = None
+    """GPUs per node; training starts one rank for each."""
+    env: tuple[str, ...] = ()
+    """NAME=VALUE pairs for the environment of the job."""
+    dry_run: bool = False
+    """Print the batch files or manifests, and submit nothing."""
+    json: bool = False
+    """Print the job ids as JSON; with --dry-run, or for Kubernetes, the batch files or manifests."""
+    command: tuple[str, ...] = field(default=(), metadata=remainder("train|preprocess ..."))
+    """The verb to run, with its own arguments and flags."""
+
+
+@dataclass(frozen=True)
+class SlurmOptions(ClusterOptions):
     """Submit `holdfast train` or `holdfast preprocess` as a Slurm job that requeues itself and continues.
 
     Every flag of the verb is accepted too; the flags below are those of the job. The batch file stays in RUN/launch.
@@ -26,14 +56,13 @@ class SlurmOptions:
 
     HEADINGS: ClassVar[dict[str, str]] = {
         "nodes": "resources",
+        "cpus_per_task": "resources",
         "env": "environment",
+        "modules": "environment",
         "job_name": "job",
+        "dry_run": "result",
     }
 
-    nodes: int = 1
-    """Nodes: of the training job, or how many partitions are preprocessed at the same time."""
-    gpus_per_node: int | None = None
-    """GPUs per node; training starts one rank for each."""
     cpus_per_task: int | None = None
     """CPU cores per node (one task runs on each)."""
     mem: str | None = None
@@ -56,8 +85,6 @@ class SlurmOptions:
     """Preprocess: partitions to run instead of all, e.g. 3,7-9%2."""
     dependency: str | None = None
     """Start after other jobs, e.g. afterok:123."""
-    env: tuple[str, ...] = ()
-    """NAME=VALUE pairs for the job's environment."""
     modules: tuple[str, ...] = ()
     """Environment modules to load."""
     prolog: tuple[str, ...] = ()
@@ -76,19 +103,14 @@ class SlurmOptions:
     """Requeues after which the job fails."""
     signal_seconds: int = 300
     """Seconds before the time limit at which the run persists and requeues itself. Slurm may signal up to a minute early."""
-    dry_run: bool = False
-    """Print the batch file and submit nothing."""
-    json: bool = False
-    """Print the jobs (with --dry-run the batch files) as JSON."""
-    command: tuple[str, ...] = field(default=(), metadata=remainder("train|preprocess ..."))
-    """The verb to run, with its own arguments and flags."""
 
 
 @dataclass(frozen=True)
-class KubernetesOptions:
+class KubernetesOptions(ClusterOptions):
     """Render `holdfast train` or `holdfast preprocess` as a Kubernetes job; --apply hands it to kubectl.
 
-    Every flag of the verb is accepted too; the flags below are those of the job. Paths are those in the pods.
+    Every flag of the verb is accepted too; the flags below are those of the job. A node is a pod, and
+    paths are those inside the pods.
 
     Examples:
 
@@ -98,18 +120,15 @@ class KubernetesOptions:
     """
 
     HEADINGS: ClassVar[dict[str, str]] = {
-        "image": "resources",
+        "nodes": "resources",
+        "cpus": "resources",
         "kind": "job",
-        "pvc": "environment",
+        "env": "environment",
+        "image": "environment",
+        "dry_run": "result",
         "apply": "result",
     }
 
-    image: str | None = None
-    """Container image, e.g. registry.example/holdfast:0.1.0. Unset: $IMAGE."""
-    nodes: int = 1
-    """Pods: nodes of the training job, or how many partitions are preprocessed at the same time."""
-    gpus_per_node: int = 0
-    """GPUs per pod; training starts one rank for each."""
     cpus: str | None = None
     """CPU cores per pod."""
     mem: str | None = None
@@ -122,24 +141,18 @@ class KubernetesOptions:
     """Name of the job. Unset: that of the run folder, with `run-` in front of a digit."""
     namespace: str = "default"
     """Namespace of all objects."""
+    image: str | None = None
+    """Container image, e.g. registry.example/holdfast:0.1.0. Unset: $IMAGE."""
     pvc: tuple[str, ...] = ()
     """CLAIM:/PATH pairs: volume claims and where they are mounted. Data and run folder must be on them."""
     shm: str | None = None
     """Size of /dev/shm, e.g. 64Gi. Unset: what the snapshots of this configuration need."""
-    env: tuple[str, ...] = ()
-    """NAME=VALUE pairs for the container."""
     node_selector: tuple[str, ...] = ()
     """LABEL=VALUE pairs that the nodes must have."""
     max_restarts: int = 20
     """Restarts after which the job fails."""
     apply: bool = False
-    """Create the objects with kubectl, instead of printing them."""
-    dry_run: bool = False
-    """Print the manifests and create nothing (the default)."""
-    json: bool = False
-    """Print the manifests as one JSON list instead of YAML."""
-    command: tuple[str, ...] = field(default=(), metadata=remainder("train|preprocess ..."))
-    """The verb to run, with its own arguments and flags."""
+    """Create the objects with kubectl. Unset: print them."""
 
     @staticmethod
     def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +208,17 @@ class ImageOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusOptions:
+class LaunchedRunOptions:
+    """Flags of the verbs about a run that was launched."""
+
+    run: Path = field(metadata=positional())
+    """The run folder."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(LaunchedRunOptions):
     """Show the state of a launched run: its jobs in the queue, and its progress.
 
     Examples:
@@ -203,14 +226,9 @@ class StatusOptions:
       holdfast launch status /fsx/runs/345m
     """
 
-    run: Path = field(metadata=positional())
-    """The run folder."""
-    json: bool = False
-    """Print the state as JSON."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class LogsOptions:
+class LogsOptions(LaunchedRunOptions):
     """Show what the jobs of a run print.
 
     Examples:
@@ -218,14 +236,14 @@ class LogsOptions:
       holdfast launch logs -f /fsx/runs/345m
     """
 
-    run: Path = field(metadata=positional())
-    """The run folder."""
     follow: bool = field(default=False, metadata=short("-f"))
     """Continue until no job of the run is active."""
+    json: bool = False
+    """Print each line as a JSON object: job, file, line."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopOptions:
+class StopOptions(LaunchedRunOptions):
     """End a run's jobs; training persists its state first. `launch resume` continues from there.
 
     Examples:
@@ -233,29 +251,20 @@ class StopOptions:
       holdfast launch stop /fsx/runs/345m
     """
 
-    run: Path = field(metadata=positional())
-    """The run folder."""
     now: bool = False
     """Cancel at once; training has only Slurm's KillWait to persist its state."""
     timeout: float = 600.0
     """Seconds to wait for the end before the job is cancelled."""
-    json: bool = False
-    """Print the ended jobs as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions:
+class ResumeOptions(LaunchedRunOptions):
     """Submit a stopped run again; it continues from its newest state.
 
     Examples:
 
       holdfast launch resume /fsx/runs/345m
     """
-
-    run: Path = field(metadata=positional())
-    """The run folder."""
-    json: bool = False
-    """Print the submitted jobs as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,18 @@
-"""A launched run after its submission: where it stands, what it prints, how it stops and goes on.
+"""A run's Slurm jobs: submit them, show their state and output, stop and resume them.
 
 The record is `launch/jobs.jsonl` in the run folder: `submit` writes a line for every job, the batch file one for each start and
-end. What Slurm has forgotten is answered from there.
+end. It answers for jobs that Slurm no longer knows.
 """
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.command_line.results import print_json
 from holdfast.launch import slurm
-from holdfast.launch.batch import launch_folder
+from holdfast.launch.batch_scripts import launch_folder
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal, read_journal
 from holdfast.system.progress import log
@@ -22,7 +22,7 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class JobState:
-    """One job of the run, as it is now."""
+    """The current state of one job of the run."""
 
     script: str
     job: str
@@ -42,7 +42,7 @@ def record_file(run: Path) -> Path:
 
 
 def submit(run: Path, scripts: list[str]) -> list[str]:
-    """Submits batch files of the run folder, each to start when the one before it has ended well."""
+    """Submits batch files of the run folder, each to start when the one before it has succeeded."""
     ids: list[str] = []
     journal = Journal(record_file(run))
     for path in [launch_folder(run) / script for script in scripts]:
@@ -53,7 +53,7 @@ def submit(run: Path, scripts: list[str]) -> list[str]:
 
 
 def submitted(run: Path) -> dict[str, str]:
-    """Batch file → the job it was last submitted as."""
+    """Batch file → the id of its last submission."""
     if not run.is_dir():
         raise HoldfastError(f"{run} is not a folder; give the run folder: that of --save, or PREFIX.run of preprocess")
     found = {r["script"]: r["job"] for r in read_journal(record_file(run)) if r.get("event") == "submitted"}
@@ -94,7 +94,7 @@ def job_state(run: Path, script: str, job: str) -> JobState:
 
 
 def status(run: Path) -> dict[str, Any]:
-    """Everything `launch status` shows: the jobs, and how far the run itself came."""
+    """What `launch status` shows: the jobs, and the progress of the run."""
     metrics = list(read_journal(run / "metrics.jsonl"))[-1:]
     events = list(read_journal(run / "events.jsonl"))[-1:]
     return {
@@ -106,76 +106,78 @@ def status(run: Path) -> dict[str, Any]:
     }
 
 
-def outputs(run: Path) -> list[Path]:
-    """The output files of the jobs that were submitted last."""
+def output_files(run: Path) -> list[tuple[str, Path]]:
+    """(job, output file) of the jobs that were submitted last, in the order of their last line."""
     jobs = list(submitted(run).values())
     files = sorted(launch_folder(run).glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)
-    return [path for path in files if path.stem.removeprefix("slurm-").split("_")[0] in jobs]
+    found = [(path.stem.removeprefix("slurm-").split("_")[0], path) for path in files]
+    return [(job, path) for job, path in found if job in jobs]
 
 
-def print_logs(run: Path, follow: bool) -> None:
-    """What the jobs printed, file after file; with `follow` also what comes, until no job is active."""
-    printed = False
-    for chunk in log_chunks(run, follow):
-        sys.stdout.write(chunk)
-        sys.stdout.flush()
-        printed = True
-    if not printed:
-        log(f"no job of {run} has printed anything yet; `holdfast launch status {run}` shows where they are")
+def print_logs(run: Path, follow: bool, as_json: bool = False) -> None:
+    """What the jobs printed, file after file; with `follow` also what they print from now on, until no job is active."""
+    printed: Path | None = None
+    for job, path, text in new_lines(run, follow):
+        if as_json:
+            for line in text.removesuffix("\n").split("\n"):
+                print_json({"job": job, "file": path.name, "line": line}, indent=False)
+        else:
+            header = f"==> {path.name} <==\n" if path != printed and len(output_files(run)) > 1 else ""
+            print(header + text, end="", flush=True)
+        printed = path
+    if printed is None:
+        log(f"no job of {run} has printed anything yet; `holdfast launch status {run}` shows their state")
 
 
-def log_chunks(run: Path, follow: bool) -> Iterator[str]:
+def new_lines(run: Path, follow: bool) -> Iterator[tuple[str, Path, str]]:
+    """(job, output file, text) for what was added to a file. A line that is being written waits until it is complete."""
     offsets: dict[Path, int] = {}
-    shown: Path | None = None
     while True:
-        going_on = follow and any(state.active for state in job_states(run))
-        files = outputs(run)
-        for path in files:
+        continues = follow and any(state.active for state in job_states(run))
+        for job, path in output_files(run):
             with path.open("rb") as file:
                 file.seek(offsets.get(path, 0))
-                chunk = file.read()
-            if not chunk:
-                continue
-            offsets[path] = offsets.get(path, 0) + len(chunk)
-            if len(files) > 1 and path != shown:
-                yield f"==> {path.name} <==\n"
-            shown = path
-            yield chunk.decode(errors="replace")
-        if not going_on:
+                added = file.read()
+            if continues:
+                added = added[: added.rfind(b"\n") + 1]
+            if added:
+                offsets[path] = offsets.get(path, 0) + len(added)
+                yield job, path, added.decode(errors="replace")
+        if not continues:
             return
         time.sleep(POLL_SECONDS)
 
 
 def stop(run: Path, now: bool, timeout: float) -> list[str]:
-    """Ends the run's jobs. Training that runs is asked to persist and leave first; what outlives `timeout` is cancelled."""
+    """Ends the run's jobs. Running training is asked to persist and stop first; it is cancelled after `timeout` seconds."""
     active = [state for state in job_states(run) if state.active]
     if not active:
         raise HoldfastError(f"no job of {run} is active; `holdfast launch status {run}` shows how it ended")
-    patient = [state for state in active if state.script == "train.sbatch" and "RUNNING" in state.state and not now]
+    training = [state for state in active if state.script == "train.sbatch" and "RUNNING" in state.state and not now]
     for state in active:
-        if state not in patient:
+        if state not in training:
             slurm.cancel(state.job)
-    if patient:
+    if training:
         (run / "persist").touch()
         log(f"asked {run} to persist its state and stop")
     end = time.monotonic() + timeout
     while any(slurm.is_active(state.job) for state in active):
         if time.monotonic() > end:
-            for state in patient:
+            for state in training:
                 slurm.cancel(state.job)
             raise HoldfastError(
-                f"{run} did not stop within {timeout:.0f} s and was cancelled; its newest checkpoint counts"
+                f"{run} did not stop within {timeout:.0f} s and was cancelled; it resumes from its newest checkpoint"
             )
         time.sleep(POLL_SECONDS)
     return [state.job for state in active]
 
 
 def resume(run: Path) -> list[str]:
-    """Submits the run's batch files again as they are; what is done already is not done again."""
+    """Submits the run's batch files again, unchanged; they continue where they stopped."""
     scripts = list(submitted(run))
     active = [state for state in job_states(run) if state.active]
     if active:
-        raise HoldfastError(f"job {active[0].job} of {run} is {active[0].state}: it goes on by itself")
+        raise HoldfastError(f"job {active[0].job} of {run} is {active[0].state}: there is nothing to resume")
     for script in scripts:
         slurm.check((launch_folder(run) / script).read_text())
     for request in ("persist", "error.txt"):
