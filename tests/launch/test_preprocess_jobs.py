@@ -105,7 +105,7 @@ def test_an_array_over_four_nodes_with_a_task_killed_equals_one_machine(
     [
         (["--input", "/nowhere.jsonl"], 1, "/nowhere.jsonl does not exist"),
         (["--input", "-"], 2, "cannot read standard input"),
-        (["--partition-index", "3"], 2, "a launch makes all of them"),
+        (["--partition-index", "3"], 2, "a launch makes all partitions"),
         (["--partition", "gpu"], 1, "(there are: main, short)"),
         (["--appendeod"], 2, "--appendeod"),
     ],

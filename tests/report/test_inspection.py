@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_is_mentioned(tmp_path):
         ("config.toml", b"\xff\xfe", "the configuration cannot be read"),
         ("metrics.jsonl", b"\x00\x01\n\xff\n", "metrics.jsonl is damaged: none of its 2 lines is a record"),
         ("events.jsonl", b"[]\n", "events.jsonl is damaged"),
-        ("checkpoints/latest", b"step-00000999\n", "which is not there"),
+        ("checkpoints/latest", b"step-00000999\n", "which does not exist"),
         ("checkpoints/step-00000200/MANIFEST.json", b"{", "MANIFEST.json is damaged"),
         ("metrics.jsonl", "folder", "metrics.jsonl is not a regular file"),
         ("config.toml", "fifo", "config.toml is not a regular file"),
@@ -168,7 +168,7 @@ def test_torn_lines_are_noted_and_no_problem(folder):
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"iteration": 20')
     _, description = inspect_path(folder)
-    assert not description.problems and "1 torn line of metrics.jsonl passed over" in description.facts["notes"]
+    assert not description.problems and "1 torn line of metrics.jsonl skipped" in description.facts["notes"]
 
 
 def test_a_folder_of_runs_names_them(folder):

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast.cli import run
-from holdfast.report.chart import Chart, Line, round_ticks, short
+from holdfast.report.chart import Chart, Curve, compact_number, round_ticks
 from holdfast.report.events import duration
 from holdfast.report.page import render
-from holdfast.report.reading import read_run, smoothed, thinned
+from holdfast.report.run_record import downsampled, read_run, smoothed
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
 from tests.report.runs import record, write_run
@@ -136,8 +136,8 @@ def test_a_torn_checkpoint_is_named(tmp_path):
     manifest = folder / "checkpoints" / "step-00000100" / "MANIFEST.json"
     manifest.write_bytes(manifest.read_bytes()[:20])
     (torn, whole) = read_run(folder).checkpoints
-    assert torn.trouble and "MANIFEST.json" in torn.trouble and not whole.trouble and whole.latest
-    assert torn.trouble in Page(render(read_run(folder))).text
+    assert torn.problem and "MANIFEST.json" in torn.problem and not whole.problem and whole.latest
+    assert torn.problem in Page(render(read_run(folder))).text
 
 
 def test_the_command_writes_the_page_beside_the_run_and_prints_where(folder, tmp_path, capsys):
@@ -167,12 +167,12 @@ def test_ticks_are_round_and_span_the_values(low, high, expected):
 
 def test_a_constant_or_a_single_value_can_be_drawn():
     for points in ([(1, 5.0)], [(1, 0.0), (2, 0.0)]):
-        (picture,) = svgs(Chart("constant", "", [Line("a", points, "main")]).svg())
+        (picture,) = svgs(Chart("constant", "", [Curve("a", points, "main")]).svg())
         assert "nan" not in ElementTree.tostring(picture).decode()
 
 
 def test_numbers_and_durations_are_short():
-    assert [short(value) for value in (0, 0.0003, 0.000015, 2.5, 1234, 58540, 1.638e6, 2e12)] == [
+    assert [compact_number(value) for value in (0, 0.0003, 0.000015, 2.5, 1234, 58540, 1.638e6, 2e12)] == [
         "0", "0.0003", "1.5e-5", "2.5", "1234", "58.54k", "1.638M", "2T",
     ]  # fmt: skip
     assert [duration(value) for value in (0.42, 61, 3600, 7380, 200_000)] == [
@@ -186,6 +186,6 @@ def test_numbers_and_durations_are_short():
 
 def test_long_curves_are_thinned_to_means_and_smoothing_keeps_a_constant():
     series = [(float(x), float(x % 2)) for x in range(5000)]
-    thin = thinned(series, 500)
+    thin = downsampled(series, 500)
     assert len(thin) == 500 and all(value == 0.5 for _, value in thin)
     assert smoothed([(0, 3.0), (1, 3.0), (2, 3.0)], 10) == [(0, 3.0), (1, 3.0), (2, 3.0)]

@@ -1,1 +1,1 @@
-"""A run as one page: what its folder says, drawn without anything from elsewhere."""
+"""A run folder as one HTML page, and as the facts that `holdfast inspect` prints."""

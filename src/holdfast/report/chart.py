@@ -1,7 +1,7 @@
-"""Charts as inline SVG: lines over iterations with ticks at round numbers, and events over time. Colours come from the page.
+"""Charts as inline SVG: curves over iterations with ticks at round numbers, and events over time. The page sets the colours.
 
-A chart is drawn for a width in pixels. The page shows the narrow drawing of a wide chart on a phone, where the wide one would be
-shrunk until its labels cannot be read.
+A chart is drawn for a width in pixels. On a phone the page shows a second, narrow drawing of a wide chart, because the labels of
+the scaled wide one are too small to read.
 """
 
 import json
@@ -12,15 +12,15 @@ from html import escape
 from typing import Any
 
 from holdfast.report.events import duration
-from holdfast.report.reading import Series
+from holdfast.report.run_record import Series
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
 NARROW = 480
 
 
 @dataclass(frozen=True)
-class Line:
-    """A series as it is drawn. `style` is a class of the page's style sheet."""
+class Curve:
+    """A series to draw. `style` is a class of the page's style sheet."""
 
     name: str
     points: Series
@@ -29,8 +29,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Something that happened at an iteration: a vertical line with a text that shows on hovering."""
+class Marker:
+    """An event at an iteration: a vertical line with a text that shows on hovering."""
 
     x: float
     style: str
@@ -39,12 +39,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over iterations."""
+    """Curves over iterations."""
 
     title: str
     unit: str
-    lines: Sequence[Line]
-    marks: Sequence[Mark] = ()
+    lines: Sequence[Curve]
+    marks: Sequence[Marker] = ()
     height: int = 200
     width: int = 480
     from_zero: bool = False
@@ -58,12 +58,12 @@ class Chart:
         if not points:
             return '<p class="empty">nothing logged yet</p>'
         xs, ys = [x for x, _ in points], [y for _, y in points]
-        across = Scale(min(xs), max(xs), LEFT, self.width - RIGHT)
+        across = AxisScale(min(xs), max(xs), LEFT, self.width - RIGHT)
         low, high = (0.0 if self.from_zero else min(ys)), max(ys)
         if low == high:
             low, high = low - (abs(low) or 1) * 0.1, high + (abs(high) or 1) * 0.1
         ticks = round_ticks(low, high, 5 if self.height >= 240 else 4)
-        up = Scale(min(low, ticks[0]), max(high, ticks[-1]), self.height - BOTTOM, TOP)
+        up = AxisScale(min(low, ticks[0]), max(high, ticks[-1]), self.height - BOTTOM, TOP)
         parts = [self._grid(across, up, ticks)]
         for mark in self.marks:
             if across.low <= mark.x <= across.high:
@@ -72,34 +72,29 @@ class Chart:
                     f'<g class="mark {mark.style}"><line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{self.height - BOTTOM}"/>'
                     f'<circle cx="{x:.1f}" cy="{TOP}" r="4"/><title>{escape(mark.text)}</title></g>'
                 )
-        parts += [draw_line(line, across, up) for line in self.lines]
+        parts += [draw_curve(curve, across, up) for curve in self.lines]
         parts.append('<g class="cursor" visibility="hidden"><line y1="0" y2="0"/></g>')
         return (
             f'<svg class="{self.style}" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}"'
             f' data-chart="{escape(json.dumps(self._data(across)))}">{"".join(parts)}</svg>'
         )
 
-    def _grid(self, across: "Scale", up: "Scale", ticks: list[float]) -> str:
+    def _grid(self, across: "AxisScale", up: "AxisScale", ticks: list[float]) -> str:
+        right, base = self.width - RIGHT, self.height - BOTTOM
         parts = []
         for tick in ticks:
-            y = up(tick)
-            parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{short(tick)}</text>')
-        base, middle = self.height - BOTTOM, (LEFT + self.width - RIGHT) / 2
-        parts.append(f'<text class="axis-label" x="4" y="14">{escape(self.axis or self.unit)}</text>')
-        parts.append(
-            f'<text class="axis-label" x="{middle:.0f}" y="{self.height - 6}" text-anchor="middle">iteration</text>'
-        )
-        parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{base}" y2="{base}"/>')
+            parts.append(svg_rule("grid", LEFT, right, up(tick)))
+            parts.append(svg_text("tick", LEFT - 7, up(tick) + 3.5, compact_number(tick), "end"))
+        parts.append(svg_text("axis-label", 4, 14, self.axis or self.unit, "start"))
+        parts.append(svg_text("axis-label", (LEFT + right) / 2, self.height - 6, "iteration"))
+        parts.append(svg_rule("axis", LEFT, right, base))
         for tick in round_ticks(across.low, across.high, 6 if self.width > 600 else 4, whole=True):
             if across.low <= tick <= across.high:
-                parts.append(
-                    f'<text class="tick" x="{across(tick):.1f}" y="{base + 19}" text-anchor="middle">{tick:,.0f}</text>'
-                )
+                parts.append(svg_text("tick", across(tick), base + 19, f"{tick:,.0f}"))
         return "".join(parts)
 
-    def _data(self, across: "Scale") -> dict[str, Any]:
-        """What the page needs to show the values under the pointer."""
+    def _data(self, across: "AxisScale") -> dict[str, Any]:
+        """The data from which the page shows the values under the pointer."""
         lines = [
             {"name": line.name, "style": line.style, "points": [[x, float(f"{y:.6g}")] for x, y in line.points]}
             for line in self.lines
@@ -109,8 +104,8 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Values from low to high on pixels from start to end."""
+class AxisScale:
+    """Maps values from `low` to `high` to pixels from `start` to `end`."""
 
     low: float
     high: float
@@ -123,12 +118,20 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
 
-def draw_line(line: Line, across: Scale, up: Scale) -> str:
-    places = [(across(x), up(y)) for x, y in line.points]
+def svg_text(style: str, x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def svg_rule(style: str, left: float, right: float, y: float) -> str:
+    return f'<line class="{style}" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def draw_curve(curve: Curve, across: AxisScale, up: AxisScale) -> str:
+    places = [(across(x), up(y)) for x, y in curve.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    drawn = f'<polyline class="line {line.style}" points="{path}"/>' if len(places) > 1 else ""
-    if line.dots or len(places) == 1:
-        drawn += "".join(f'<circle class="dot {line.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places)
+    drawn = f'<polyline class="line {curve.style}" points="{path}"/>' if len(places) > 1 else ""
+    if curve.dots or len(places) == 1:
+        drawn += "".join(f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places)
     return drawn
 
 
@@ -144,8 +147,8 @@ def round_ticks(low: float, high: float, about: int, whole: bool = False) -> lis
     return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
-def short(value: float) -> str:
-    """A number in little room: 12.3k, 1.2M, 3e-04."""
+def compact_number(value: float) -> str:
+    """A number in a few characters: 12.3k, 1.2M, 3e-04."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -162,26 +165,21 @@ def timeline(
     width: int = 980,
     style: str = "",
 ) -> str:
-    """Events over time, a lane per kind: (label, style, [(seconds since the epoch, text)])."""
+    """Draws events over time, in lanes of (label, style, [(seconds since the epoch, text)])."""
     left, row = 96, 28
     height = row * len(lanes) + 52
-    across = Scale(start, max(end, start + 1), left + 10, width - 20)
+    across = AxisScale(start, max(end, start + 1), left + 10, width - 20)
     parts = []
     for number, (label, colour, events) in enumerate(lanes):
         y = row * number + 16
-        parts.append(f'<line class="grid" x1="{left}" x2="{width - 10}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="lane" x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(label)}</text>')
-        for moment, text in events:
-            parts.append(
-                f'<circle class="event {colour}" cx="{across(moment):.1f}" cy="{y}" r="6"><title>{escape(text)}</title></circle>'
-            )
+        parts += [svg_rule("grid", left, width - 10, y), svg_text("lane", left - 12, y + 4, label, "end")]
+        parts += [
+            f'<circle class="event {colour}" cx="{across(moment):.1f}" cy="{y}" r="6"><title>{escape(text)}</title></circle>'
+            for moment, text in events
+        ]
     for tick in duration_ticks(across.high - start, width // 120):
-        x = across(start + tick)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 30}" text-anchor="middle">{duration(tick)}</text>')
-    parts.append(
-        f'<text class="axis-label" x="{(left + width) / 2:.0f}" y="{height - 6}" text-anchor="middle">'
-        "time since the first event</text>"
-    )
+        parts.append(svg_text("tick", across(start + tick), height - 30, duration(tick)))
+    parts.append(svg_text("axis-label", (left + width) / 2, height - 6, "time since the first event"))
     return f'<svg class="{style}" viewBox="0 0 {width} {height}" role="img" aria-label="events over time">{"".join(parts)}</svg>'
 
 

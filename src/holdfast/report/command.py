@@ -1,16 +1,17 @@
-"""`holdfast report RUN`."""
+"""The verb `report`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.command_line.flags import positional
+from holdfast.command_line.results import print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     """Draw a run as one HTML page: loss, learning rate, throughput, snapshots, failures and resumes, checkpoints.
 
-    The page is one file without links, so it can be mailed or attached. A run that is still going on may be drawn at any time.
+    The page is one file that loads nothing else, so it can be mailed or attached. The run may still be running.
 
     Examples:
 
@@ -23,23 +24,21 @@ class ReportOptions:
     output: Path | None = None
     """File to write. Unset: report.html in the run folder."""
     open: bool = False
-    """Show the page in the browser."""
+    """Open the page in the browser."""
     json: bool = False
     """Print the path of the page as JSON."""
 
 
 def report_command(options: ReportOptions) -> None:
     from holdfast.report.page import render
-    from holdfast.report.reading import read_run
+    from holdfast.report.run_record import read_run
     from holdfast.system.atomic_files import publish_text
 
     page = render(read_run(options.run))
     path = options.output or options.run / "report.html"
     publish_text(path, page)
     if options.json:
-        import orjson
-
-        print(orjson.dumps({"path": str(path)}).decode())
+        print_json({"path": str(path)}, indent=False)
     else:
         print(path)
     if options.open:

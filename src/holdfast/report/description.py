@@ -1,12 +1,13 @@
-"""The facts that `holdfast inspect RUN` found, as text of 80 columns."""
+"""The facts of `holdfast inspect RUN` as text of 80 columns."""
 
 import textwrap
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.events import duration, one_line, whole
+from holdfast.report.events import as_int, duration, one_line
 from holdfast.snapshot.report import advice_lines, disk_lines, memory_lines
+from holdfast.system.progress import count_of
 
 WIDTH, LABEL = 80, 12
 
@@ -21,7 +22,7 @@ def description_lines(facts: dict[str, Any]) -> list[str]:
         "loss": _losses(facts["loss"]),
         "validation": _losses(facts["validation_loss"]),
         "throughput": _throughput(facts["throughput"]),
-        "restarts": f"{facts['restarts']}" if facts["restarts"] else "none",
+        "restarts": str(facts["restarts"] or "none"),
         "failure": _failure(facts["last_failure"]),
         "refused": _failure(facts["last_refusal"]),
         "notes": "; ".join(facts["notes"]),
@@ -46,7 +47,7 @@ def _state(facts: dict[str, Any]) -> str:
     if facts["running"]:
         alive = sum(rank["alive"] for rank in facts["ranks"])
         claims = f", claimed by {', '.join(facts['claimed_by'])}" if facts["claimed_by"] else ""
-        return f"{text}: {alive} rank{'' if alive == 1 else 's'} on this host{claims}"
+        return f"{text}: {count_of(alive, 'rank')} on this host{claims}"
     event = facts["last_event"]
     return text + (f"; last event {moment(event['time'])} UTC" if event else "")
 
@@ -87,10 +88,10 @@ def _progress(facts: dict[str, Any]) -> str:
     if not step:
         return "never reached step 1" + (f" of {total:,}" if total else "")
     text = f"step {step:,}" + (f" of {total:,} ({step / total:.0%})" if total else "")
-    samples = whole(facts["consumed_samples"])
+    samples = as_int(facts["consumed_samples"])
     if facts["train_samples"] and samples is not None:
         text += f", {samples:,} of {facts['train_samples']:,} samples"
-    tokens = whole(facts["consumed_tokens"])
+    tokens = as_int(facts["consumed_tokens"])
     return text + (f", {tokens:,} tokens" if tokens is not None else "")
 
 
@@ -115,7 +116,7 @@ def _failure(failure: dict[str, Any] | None) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Date and time, UTC. A time that no calendar has is shown as the number that it is."""
+    """Date and time, UTC. A time outside the calendar is shown as a duration."""
     try:
         return f"{datetime.fromtimestamp(float(seconds), UTC):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):

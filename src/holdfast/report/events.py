@@ -1,6 +1,6 @@
-"""The events of a run in words. Several records of one failure, and the restart that follows it, make one sentence.
+"""Describes the events of a run. The records of one failure, and of the restart that follows it, make one sentence.
 
-The invariant: events.jsonl may hold anything; a record that lacks a key, or has a value of another type, still gets words.
+The invariant: events.jsonl may hold anything; a record that lacks a key, or has a value of another type, is still described.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from holdfast.snapshot.report import size_text
+from holdfast.system.progress import count_of
 
 Event = dict[str, Any]
 SAVE_REASONS = {
@@ -20,12 +21,12 @@ SAVE_REASONS = {
     "error.txt": " because the file error.txt appeared",
     "another node asks": " together with another node",
 }
-KNOWN = {"time", "event", "step"}
+COMMON_KEYS = {"time", "event", "step"}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A line of the list of events. `kind` is its heading, `style` one of "", good, bad, warn."""
+class DescribedEvent:
+    """A row of the table of events. `style` is one of "", good, bad, warn."""
 
     time: float
     kind: str
@@ -34,14 +35,14 @@ class Entry:
     text: str
 
 
-def describe_events(events: Sequence[Event]) -> list[Entry]:
-    """The events, in order of time, as sentences."""
+def describe_events(events: Sequence[Event]) -> list[DescribedEvent]:
+    """One sentence per event or failure, in order of time."""
     entries = []
     index = 0
     while index < len(events):
         if events[index]["event"] == "failure":
-            incident, after, rest = _take_incident(events[index:])
-            entries.append(_failed(incident, after))
+            incident, after, rest = _split_incident(events[index:])
+            entries.append(_describe_incident(incident, after))
             entries += [describe_event(event) for event in rest]
             index += len(incident) + len(after) + len(rest)
         else:
@@ -51,19 +52,19 @@ def describe_events(events: Sequence[Event]) -> list[Entry]:
 
 
 def last_failure(events: Sequence[Event]) -> tuple[Event, str] | None:
-    """The record that names the cause of the last failure, and the sentence about it; None if nothing failed."""
+    """The record of the cause of the last failure, and its description; None if nothing failed."""
     starts = [i for i, event in enumerate(events) if event["event"] == "failure"]
     if not starts:
         return None
     first = starts[-1]
     while first and events[first - 1]["event"] not in ("started", "resumed", "finished"):
         first -= 1
-    incident, after, _ = _take_incident(events[first:])
-    return _cause(incident), _failed(incident, after).text
+    incident, after, _ = _split_incident(events[first:])
+    return _cause(incident), _describe_incident(incident, after).text
 
 
-def _take_incident(events: Sequence[Event]) -> tuple[list[Event], list[Event], list[Event]]:
-    """Splits the records from a failure to the end of the restart: the failures, the start and resume, and the others."""
+def _split_incident(events: Sequence[Event]) -> tuple[list[Event], list[Event], list[Event]]:
+    """The records from a failure to the end of the restart: (failures, start and resume, others)."""
     failures: list[Event] = []
     after: list[Event] = []
     others: list[Event] = []
@@ -83,71 +84,71 @@ def _take_incident(events: Sequence[Event]) -> tuple[list[Event], list[Event], l
 
 
 def _cause(failures: Sequence[Event]) -> Event:
-    """The failure that came first: as its parent process saw it, else a rank without an error of its own (a killed process
-    leaves none, and the others only lose their connection), else the first record."""
-    for wanted in (lambda event: event.get("kind") == "exit", lambda event: not event.get("cause")):
-        for event in failures:
-            if wanted(event):
-                return event
-    return failures[0]
+    """The failure that came first: the exit that the supervisor saw, else a rank without an error message (a killed process
+    leaves none, and the other ranks only lose their connection), else the first record."""
+    exits = [event for event in failures if event.get("kind") == "exit"]
+    silent = [event for event in failures if not event.get("cause")]
+    return [*exits, *silent, *failures][0]
 
 
-def _failed(failures: Sequence[Event], after: Sequence[Event]) -> Entry:
+def _describe_incident(failures: Sequence[Event], after: Sequence[Event]) -> DescribedEvent:
     step, text = _failure(failures)
     first = float(failures[0]["time"])
     resumed = next((event for event in after if event["event"] == "resumed"), None)
     if resumed is not None:
-        text += (
-            f"; resumed from {resumed.get('source', 'an unknown source')} {_later(resumed, first)}, {repeated(resumed)}"
-        )
+        text += f"; resumed from {resumed.get('source', 'an unknown source')} {_later(resumed, first)}, {repeated_steps(resumed)}"
     elif after:
         text += f"; all ranks started again {_later(after[0], first)}"
     else:
         text += "; the run did not continue"
-    return Entry(first, "failed", "bad", step, text)
+    return DescribedEvent(first, "failed", "bad", step, text)
 
 
 def _failure(failures: Sequence[Event]) -> tuple[int | None, str]:
-    """The step of a failure, if a record has it, and what happened."""
+    """The step of a failure, if a record has it, and the description."""
     cause = _cause(failures)
     rank, reason = cause.get("rank", "?"), one_line(str(cause.get("cause") or "")).rstrip(".")
     same = [event for event in failures if event.get("rank") == rank]
-    step = next((found for event in same if (found := whole(event.get("step"))) is not None), None)
+    step = next((found for event in same if (found := as_int(event.get("step"))) is not None), None)
     if reason.startswith("killed by "):
         text = f"rank {rank} was {reason}"
     elif cause.get("kind") == "hung":
         text = f"rank {rank} hung" + (f" ({reason})" if reason else "")
     else:
         text = f"rank {rank} failed: {reason}" if reason else f"rank {rank} died without an error message"
-    place = f" at step {step:,}" if step is not None else ""
-    # the step goes before a long error text, and after the short name of a signal
-    text = text.replace(" failed:", f" failed{place}:", 1) if " failed:" in text else text + place
-    return step, text
+    # the step stands before a long error text, and after the short name of a signal
+    where = _at_step(step)
+    return step, text.replace(" failed:", f" failed{where}:", 1) if " failed:" in text else text + where
 
 
-def describe_event(event: Event) -> Entry:
-    """One record on its own."""
-    name = str(event["event"])
-    step = whole(event.get("step"))
-    kind, style, text = _WORDS.get(name, _other)(event)
-    return Entry(float(event["time"]), kind, style, step, text)
+def _at_step(step: int | None) -> str:
+    return "" if step is None else f" at step {step:,}"
 
 
-def _died(event: Event) -> tuple[str, str, str]:
+def describe_event(event: Event) -> DescribedEvent:
+    """The description of one record, without those around it."""
+    kind, style, text = _DESCRIPTIONS.get(str(event["event"]), _other)(event)
+    return DescribedEvent(float(event["time"]), kind, style, as_int(event.get("step")), text)
+
+
+# Each returns (kind, style, text) of a record.
+
+
+def _failed(event: Event) -> tuple[str, str, str]:
     return "failed", "bad", _failure([event])[1]
 
 
 def _started(event: Event) -> tuple[str, str, str]:
-    world, nodes, restart = (whole(event.get(key)) for key in ("world", "nodes", "restart"))
-    text = f"{world} rank{'' if world == 1 else 's'}" if world else "the ranks"
+    world, nodes, restart = (as_int(event.get(key)) for key in ("world", "nodes", "restart"))
+    text = count_of(world, "rank") if world else "the ranks"
     text += f" on {nodes} nodes" if nodes and nodes > 1 else ""
     return "started", "", f"{text} started" + (f" (restart {restart})" if restart else "")
 
 
 def _resumed(event: Event) -> tuple[str, str, str]:
-    source, step = event.get("source", "an unknown source"), whole(event.get("step"))
-    place = f" at step {step:,}" if step is not None else ""
-    return "resumed", "good", f"resumed from {source}{place}, {repeated(event)}{_took(event)}"
+    where = _at_step(as_int(event.get("step")))
+    source = event.get("source", "an unknown source")
+    return "resumed", "good", f"resumed from {source}{where}, {repeated_steps(event)}{_took(event)}"
 
 
 def _persisted(event: Event) -> tuple[str, str, str]:
@@ -160,25 +161,21 @@ def _persisted(event: Event) -> tuple[str, str, str]:
 
 
 def _finished(event: Event) -> tuple[str, str, str]:
-    step, skipped = whole(event.get("step")), whole(event.get("skipped"))
-    place = f" at step {step:,}" if step is not None else ""
-    missed = f"; {skipped} snapshot{'' if skipped == 1 else 's'} skipped" if skipped else ""
+    skipped = as_int(event.get("skipped"))
+    tail = _at_step(as_int(event.get("step"))) + (f"; {count_of(skipped, 'snapshot')} skipped" if skipped else "")
     if event.get("stopped"):
-        return "stopped", "warn", f"stopped on request ({event.get('reason') or 'unknown'}){place}{missed}"
-    return "finished", "good", f"finished{place}{missed}"
+        return "stopped", "warn", f"stopped on request ({event.get('reason') or 'unknown'}){tail}"
+    return "finished", "good", f"finished{tail}"
 
 
 def _refused(event: Event) -> tuple[str, str, str]:
-    tries = whole(event.get("tries"))
-    return (
-        "refused",
-        "bad",
-        one_line(str(event.get("reason", "no reason recorded"))) + (f" (try {tries})" if tries else ""),
-    )
+    tries = as_int(event.get("tries"))
+    reason = one_line(str(event.get("reason", "no reason recorded")))
+    return "refused", "bad", reason + (f" (try {tries})" if tries else "")
 
 
 def _snapshot(event: Event) -> tuple[str, str, str]:
-    step, outcome, reason = whole(event.get("step")), str(event.get("outcome", "taken")), event.get("reason")
+    step, outcome, reason = as_int(event.get("step")), str(event.get("outcome", "taken")), event.get("reason")
     text = "snapshot" + (f" of step {step:,}" if step is not None else "")
     if outcome == "peer":
         return "snapshot", "", f"{text} copied to node {event.get('node', 'unknown')}{_took(event)}"
@@ -186,12 +183,12 @@ def _snapshot(event: Event) -> tuple[str, str, str]:
 
 
 def _other(event: Event) -> tuple[str, str, str]:
-    facts = [f"{key} {value}" for key, value in event.items() if key not in KNOWN and value not in (None, "", [])]
+    facts = [f"{key} {value}" for key, value in event.items() if key not in COMMON_KEYS and value not in (None, "", [])]
     return str(event["event"]), "", one_line(", ".join(facts))
 
 
-_WORDS = {
-    "failure": _died,
+_DESCRIPTIONS = {
+    "failure": _failed,
     "started": _started,
     "resumed": _resumed,
     "persisted": _persisted,
@@ -201,10 +198,10 @@ _WORDS = {
 }
 
 
-def repeated(event: Event) -> str:
+def repeated_steps(event: Event) -> str:
     """How many steps a resume computes again."""
-    lost = whole(event.get("steps_lost")) or 0
-    return "no step repeated" if not lost else f"{lost:,} step{'' if lost == 1 else 's'} repeated"
+    lost = as_int(event.get("steps_lost")) or 0
+    return f"{count_of(lost, 'step')} repeated" if lost else "no step repeated"
 
 
 def duration(seconds: float) -> str:
@@ -220,7 +217,7 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02d} h"
 
 
-def whole(value: Any) -> int | None:
+def as_int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

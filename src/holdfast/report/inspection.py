@@ -1,4 +1,4 @@
-"""`holdfast inspect RUN`: what a run is, how far it came, what is held of it, what went wrong, and what to do next."""
+"""`holdfast inspect RUN`: the run's model, progress, snapshots, checkpoints, failures, and what to do next."""
 
 import math
 import time
@@ -13,14 +13,14 @@ from holdfast.config import Config, ParallelConfig
 from holdfast.inspection import Description, Reader
 from holdfast.report.description import description_lines
 from holdfast.report.events import describe_event, last_failure
-from holdfast.report.reading import Run, read_run
+from holdfast.report.run_record import RunRecord, read_run
 from holdfast.snapshot.inspection import arena_troubles, disk_troubles
 from holdfast.snapshot.memory.run_memory import MEMORY, run_memories
 from holdfast.snapshot.report import disk_only_facts, is_run_folder, resume_advice, run_facts
 from holdfast.system.errors import HoldfastError
 
 VERIFIED_BYTES = 8e9
-"""Checksums of so many bytes of checkpoints are compared, newest checkpoint first; the others are checked by size."""
+"""Checksums of up to this many bytes of checkpoints are compared, newest first; of the others only the sizes."""
 RECENT_SECONDS = 60.0
 
 
@@ -31,7 +31,7 @@ def recognises(path: Path) -> bool:
 def describe(path: Path, reader: Reader) -> Description:
     run = read_run(path)
     memory = run.config.snapshot.snapshot_dir if run.config else MEMORY
-    run_memory = next((run_memory for run_memory in run_memories(memory) if run_memory.folder == path.resolve()), None)
+    run_memory = next((found for found in run_memories(memory) if found.folder == path.resolve()), None)
     if run_memory is not None:
         held = run_facts(run_memory, verify=True, verify_disk_bytes=VERIFIED_BYTES)
     else:
@@ -55,7 +55,7 @@ def describe(path: Path, reader: Reader) -> Description:
     return Description(facts, description_lines(facts), problems)
 
 
-def _state(run: Run, held: dict[str, Any]) -> dict[str, Any]:
+def _state(run: RunRecord, held: dict[str, Any]) -> dict[str, Any]:
     """Whether the run is running, and how it failed. `running` is None when another host may be running it."""
     running: bool | None = bool(held["claimed_by"]) or any(rank["alive"] for rank in held["ranks"])
     state = {"under way": "interrupted", "unknown": "never started"}.get(run.state, run.state)
@@ -66,13 +66,15 @@ def _state(run: Run, held: dict[str, Any]) -> dict[str, Any]:
         if time.time() - max(file.stat().st_mtime for file in files if file.is_file()) < RECENT_SECONDS:
             running, state = None, "running on another host, or interrupted less than a minute ago"
     failed = last_failure(run.events)
-    # what was refused and worked later is no news
-    settled = max((event["time"] for event in run.named("started", "resumed", "persisted", "finished")), default=0.0)
-    refused = [event for event in run.named("refused") if event["time"] >= settled]
+    # a refusal is shown unless a later attempt succeeded
+    last_success = max(
+        (event["time"] for event in run.events_named("started", "resumed", "persisted", "finished")), default=0.0
+    )
+    refused = [event for event in run.events_named("refused") if event["time"] >= last_success]
     return {
         "state": state,
         "running": running,
-        "restarts": max(0, len(run.named("started")) - 1),
+        "restarts": max(0, len(run.events_named("started")) - 1),
         "failures": run.incidents,
         "last_failure": {**failed[0], "text": failed[1]} if failed else None,
         "last_refusal": {**refused[-1], "text": describe_event(refused[-1]).text} if refused else None,
@@ -98,14 +100,14 @@ def _model(config: Config | None, checkpoints: list[dict[str, Any]]) -> dict[str
 
 def _saved_parameters(checkpoints: list[dict[str, Any]]) -> int | None:
     for entry in checkpoints:
-        if entry["bytes"]:  # its manifest could be read, whatever its files are like
+        if entry["bytes"]:  # the manifest could be read
             tensors = read_manifest(entry["path"]).tensors
             return sum(math.prod(shape) for name, (_, shape) in tensors.items() if name.startswith("model.")) or None
     return None
 
 
 def _built_parameters(config: Config) -> int | None:
-    """Of the model that the configuration describes, built without memory for its weights."""
+    """Parameters of the configured model, which is built without memory for its weights."""
     if config.model.vocab_size is None:
         return None
     from holdfast.train.model_families import build_stage
@@ -114,7 +116,7 @@ def _built_parameters(config: Config) -> int | None:
     try:
         whole = build_stage(replace(config, parallel=ParallelConfig()), 0, tensor, config.model.vocab_size)
     except (HoldfastError, ValueError, RuntimeError):
-        return None  # `train` says what is wrong with it
+        return None  # `train` reports the cause
     return sum(parameter.numel() for parameter in whole.parameters())
 
 
@@ -125,9 +127,9 @@ def _data(config: Config | None) -> dict[str, Any] | None:
     return {"data_path": list(config.data.data_path), **{key: getattr(config.data, key) for key in keys}}
 
 
-def _progress(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """The newest step that any record, rank, snapshot or checkpoint shows."""
-    finished = [event.get("step") for event in run.named("finished")]
+def _progress(run: RunRecord, facts: dict[str, Any]) -> dict[str, Any]:
+    """The newest step of any record, rank, snapshot or checkpoint."""
+    finished = [event.get("step") for event in run.events_named("finished")]
     steps = [run.last("iteration"), *finished[-1:], *facts["common_steps"][:1]]
     steps += [rank["step"] for rank in facts["ranks"]] + [entry["step"] for entry in facts["checkpoints"]]
     train = run.config.train if run.config else None
@@ -140,8 +142,8 @@ def _progress(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _losses(run: Run, key: str) -> dict[str, Any] | None:
-    """First, last and best value with their iterations; None where nothing finite was logged."""
+def _losses(run: RunRecord, key: str) -> dict[str, Any] | None:
+    """First, last and best value with their iterations; None if no finite value was logged."""
     series = run.series(key)
     if not series:
         return None
@@ -149,8 +151,8 @@ def _losses(run: Run, key: str) -> dict[str, Any] | None:
     return {name: {"iteration": iteration, "value": value} for name, (iteration, value) in shown.items()}
 
 
-def _not_finite(run: Run) -> list[str]:
-    """JSON has no NaN and no infinity: a loss that was neither number is logged as null."""
+def _not_finite(run: RunRecord) -> list[str]:
+    """A note if the last losses are not finite: JSON has no NaN or infinity, so they are logged as null."""
     numbers = [isinstance(record.get("loss"), int | float) for record in run.metrics]
     if not numbers or numbers[-1]:
         return []
@@ -165,7 +167,7 @@ def _next(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if (facts["model"] or {}).get("family") is None and command.endswith("config.toml"):
         advice.append(("repair config.toml, which cannot be read", ""))
     cause = (facts["last_failure"] or {}).get("cause") or (facts["last_refusal"] or {}).get("reason")
-    killed = str(cause).startswith("killed by SIG")  # by a person or a scheduler: there may be nothing to correct
+    killed = str(cause).startswith("killed by SIG")  # by a user or a scheduler: there may be nothing to correct
     if facts["state"] in ("failed", "never started") and cause and not killed:
         advice.append(("correct the cause of the failure", ""))
     advice.append((sentence, command))

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing but itself. Whatever comes from the run folder is escaped."""
+"""The page: one HTML file that loads nothing else. Text from the run folder is escaped."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -7,13 +7,13 @@ from importlib.resources import files
 from typing import Any
 
 from holdfast.config import Config, config_to_toml
-from holdfast.report.chart import NARROW, Chart, Line, Mark, short, timeline
+from holdfast.report.chart import NARROW, Chart, Curve, Marker, compact_number, timeline
 from holdfast.report.description import moment
-from holdfast.report.events import describe_event, describe_events, duration, repeated, whole
-from holdfast.report.reading import Checkpoint, Run, smoothed, thinned
+from holdfast.report.events import as_int, describe_event, describe_events, duration, repeated_steps
+from holdfast.report.run_record import CheckpointSummary, RunRecord, downsampled, smoothed
 from holdfast.snapshot.report import size_text
 
-# Lane of the timeline and style of each kind of event; kinds that are not named here get a lane of their own.
+# Event → lane of the timeline and style. Other events get a lane of their own.
 LANES = {
     "started": ("run", "main"),
     "finished": ("run", "main"),
@@ -25,7 +25,7 @@ LANES = {
 }
 
 
-def render(run: Run) -> str:
+def render(run: RunRecord) -> str:
     """The whole page as text."""
     name = run.path.resolve().name
     asset = files("holdfast.report")
@@ -39,7 +39,7 @@ def render(run: Run) -> str:
 </head>
 <body><main>
 <header><h1>{escape(name)}<span class="state {run.state.split()[0]}">{escape(run.state)}</span></h1>
-<p>{escape(_sentence(run))}</p></header>
+<p>{escape(_subtitle(run))}</p></header>
 {_problems(run)}
 {_tiles(run)}
 {_charts(run)}
@@ -53,7 +53,7 @@ def render(run: Run) -> str:
 """
 
 
-def _sentence(run: Run) -> str:
+def _subtitle(run: RunRecord) -> str:
     parts = []
     if run.config is not None:
         model, data = run.config.model, run.config.data
@@ -61,41 +61,36 @@ def _sentence(run: Run) -> str:
             f"{model.model_type.upper()}, {model.num_layers} layers × {model.hidden_size}, {model.num_attention_heads} heads, "
             f"sequences of {data.seq_length}"
         )
-    worlds = [event["world"] for event in run.named("started") if "world" in event]
+    worlds = [event["world"] for event in run.events_named("started") if "world" in event]
     if worlds:
-        parts.append(f"{worlds[-1]} rank{'s' if worlds[-1] != 1 else ''}")
+        parts.append(f"{worlds[-1]} rank{'' if worlds[-1] == 1 else 's'}")
     if run.events:
         first, last = float(run.events[0]["time"]), float(run.events[-1]["time"])
         parts.append(f"{moment(first)} UTC, {duration(last - first)} until the last event")
     return " · ".join(parts)
 
 
-def _problems(run: Run) -> str:
+def _problems(run: RunRecord) -> str:
     listed = "".join(f"<li>{escape(problem)}</li>" for problem in run.problems)
     return f'<ul class="problems bad-text">{listed}</ul>' if listed else ""
 
 
-def _tiles(run: Run) -> str:
-    """The few numbers that matter first."""
+def _tiles(run: RunRecord) -> str:
+    """The main numbers of the run."""
     validation = run.series("validation_loss")
-    lost = sum(whole(event.get("steps_lost")) or 0 for event in run.named("resumed"))
+    lost = sum(as_int(event.get("steps_lost")) or 0 for event in run.events_named("resumed"))
     stall, step = run.median("snapshot_stall_ms"), run.median("step_ms")
     tiles = [("training loss", _number(run.last("loss")), f"at iteration {run.last('iteration') or 0:,}")]
     if validation:
         best = min(validation, key=lambda point: point[1])
         tiles.append(("validation loss", f"{validation[-1][1]:.4g}", f"best {best[1]:.4g} at {best[0]:,}"))
-    tiles.append(("tokens seen", short(float(run.last("consumed_tokens") or 0)), ""))
+    tiles.append(("tokens seen", compact_number(float(run.last("consumed_tokens") or 0)), ""))
     speed, tflops, mfu = run.median("tokens_per_s"), run.median("tflops"), run.median("mfu")
     tiles.append(("tokens/s, median", _number(speed), f"{step:,.4g} ms per step" if step else ""))
     if mfu is not None:
         tiles.append(("MFU, median", f"{mfu:.1%}", f"{_number(tflops)} TFLOP/s per rank"))
-    tiles.append(
-        (
-            "failures survived" if run.state != "failed" else "failures",
-            str(run.incidents),
-            repeated({"steps_lost": lost}),
-        )
-    )
+    failures = "failures survived" if run.state != "failed" else "failures"
+    tiles.append((failures, str(run.incidents), repeated_steps({"steps_lost": lost})))
     if stall:
         tiles.append(("snapshot stall", f"{stall:.3g} ms", f"{stall / step:.2%} of a step" if step else ""))
     drawn = (
@@ -106,25 +101,25 @@ def _tiles(run: Run) -> str:
 
 
 def _number(value: Any) -> str:
-    return short(float(f"{value:.4g}")) if isinstance(value, int | float) else "–"
+    return compact_number(float(f"{value:.4g}")) if isinstance(value, int | float) else "–"
 
 
-def _charts(run: Run) -> str:
-    entries = [describe_event(event) for event in run.named("resumed")]
-    marks = [Mark(entry.step or 0, "good", entry.text) for entry in entries]
+def _charts(run: RunRecord) -> str:
+    entries = [describe_event(event) for event in run.events_named("resumed")]
+    marks = [Marker(entry.step or 0, "good", entry.text) for entry in entries]
     loss, validation = run.series("loss"), run.series("validation_loss")
-    lines = [Line("training", thinned(loss), "main")]
+    lines = [Curve("training", downsampled(loss), "main")]
     if len(loss) > 60:
-        smooth = Line("training, smoothed", thinned(smoothed(loss, max(8, len(loss) // 100))), "main")
-        lines = [Line("training", thinned(loss), "raw"), smooth]
+        smooth = Curve("training, smoothed", downsampled(smoothed(loss, max(8, len(loss) // 100))), "main")
+        lines = [Curve("training", downsampled(loss), "raw"), smooth]
     if validation:
-        lines.append(Line("validation", thinned(validation), "second", dots=len(validation) <= 60))
+        lines.append(Curve("validation", downsampled(validation), "second", dots=len(validation) <= 60))
     wide = Chart("Loss", "nats", lines, marks, height=320, width=980, axis="loss (nats)")
 
     def small(
         title: str, key: str, unit: str, axis: str, factor: float = 1, style: str = "main", hint: str = ""
     ) -> str:
-        line = Line(title.lower(), thinned(run.series(key, factor)), style)
+        line = Curve(title.lower(), downsampled(run.series(key, factor)), style)
         shown = marks if key != "lr" else []
         return _card(Chart(title, unit, [line], shown, height=220, from_zero=True, axis=axis, hint=hint))
 
@@ -161,7 +156,7 @@ def _card(chart: Chart, style: str = "", legend: bool = False) -> str:
     return f'<div class="card {style}">{heading}{entries}{drawn}</div>'
 
 
-def _events(run: Run) -> str:
+def _events(run: RunRecord) -> str:
     if not run.events:
         return ""
     start = float(run.events[0]["time"])
@@ -176,11 +171,11 @@ def _events(run: Run) -> str:
         )
     again = f"<small>{run.repeated} logged iterations were computed again</small>" if run.repeated else ""
     head = '<tr class="head"><th>time, UTC</th><th>event</th><th class="number">step</th><th>what happened</th></tr>'
-    shown = _folded(rows, head, "events")
+    shown = _table(rows, head, "events")
     return f'<section class="events"><h2>Events {again}</h2><div class="card">{_timeline(run)}</div>{shown}</section>'
 
 
-def _timeline(run: Run) -> str:
+def _timeline(run: RunRecord) -> str:
     lanes: dict[str, tuple[str, list[tuple[float, str]]]] = {}
     for lane, style in LANES.values():
         lanes.setdefault(lane, (style, []))
@@ -195,8 +190,8 @@ def _timeline(run: Run) -> str:
     return timeline(used, start, end, style="on-wide") + timeline(used, start, end, NARROW, "on-narrow")
 
 
-def _folded(rows: list[str], head: str, what: str, most: int = 40) -> str:
-    """A table; a long one shows its end and keeps the rest folded away."""
+def _table(rows: list[str], head: str, what: str, most: int = 40) -> str:
+    """A card with a table. Of a long table the last rows are shown, and the others fold."""
     table = f'<div class="scroll"><table>{head}{"".join(rows[-most:])}</table></div>'
     if len(rows) <= most:
         return f'<div class="card" style="margin-top:14px">{table}</div>'
@@ -205,7 +200,7 @@ def _folded(rows: list[str], head: str, what: str, most: int = 40) -> str:
     return f'<div class="card" style="margin-top:14px">{table}{fold}</div>'
 
 
-def _checkpoints(checkpoints: list[Checkpoint]) -> str:
+def _checkpoints(checkpoints: list[CheckpointSummary]) -> str:
     if not checkpoints:
         return ""
     rows = []
@@ -213,16 +208,16 @@ def _checkpoints(checkpoints: list[Checkpoint]) -> str:
         notes = ["latest"] if found.latest else []
         notes += ["written from memory"] if found.source == "memory" else []
         note = escape(", ".join(notes))
-        if found.trouble:
-            note = f'<span class="bad-text">{escape(found.trouble)}</span>'
+        if found.problem:
+            note = f'<span class="bad-text">{escape(found.problem)}</span>'
         rows.append(
             f'<tr><td class="number">{found.step:,}</td><td class="folder">{escape(found.path.name)}</td><td class="number">'
             f'{size_text(found.bytes)}</td><td class="number">{found.world or "–"}</td><td>{note}</td></tr>'
         )
-    names = {"step": "number", "folder": "folder", "size": "number", "ranks": "number", "": ""}
-    head = "".join(f'<th class="{style}">{name}</th>' for name, style in names.items())
+    columns = {"step": "number", "folder": "folder", "size": "number", "ranks": "number", "": ""}
+    head = "".join(f'<th class="{style}">{name}</th>' for name, style in columns.items())
     head = f"<tr>{head}</tr>"
-    return f"<section><h2>Checkpoints on disk</h2>{_folded(rows, head, 'checkpoints')}</section>"
+    return f"<section><h2>Checkpoints on disk</h2>{_table(rows, head, 'checkpoints')}</section>"
 
 
 def _configuration(config: Config | None) -> str:
@@ -249,7 +244,7 @@ def _configuration(config: Config | None) -> str:
         "snapshots": {0: "none", 1: "after every step"}.get(interval, f"every {interval} steps"),
     }
     listed = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items())
-    whole = (
+    complete = (
         f"<details><summary>the complete configuration</summary><pre>{escape(config_to_toml(config))}</pre></details>"
     )
-    return f'<section><h2>Configuration</h2><div class="card"><dl>{listed}</dl>{whole}</div></section>'
+    return f'<section><h2>Configuration</h2><div class="card"><dl>{listed}</dl>{complete}</div></section>'

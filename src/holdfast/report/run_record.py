@@ -1,6 +1,6 @@
-"""What a run folder holds about the run: its curves, its events, its checkpoints. Reads while the run goes on, changes nothing.
+"""Reads a run folder: metrics, events, checkpoints. The run may be running; nothing is changed.
 
-The invariant: a damaged file of the folder is named in `problems`, and the rest is read; nothing but regular files is opened.
+The invariant: a damaged file of the folder is named in `problems`, and the rest is read; only regular files are opened.
 """
 
 import os
@@ -16,13 +16,14 @@ from holdfast.config import Config, read_config
 from holdfast.snapshot.report import is_run_folder
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
+from holdfast.system.progress import count_of
 
 Series = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """One step folder. `trouble` says why it cannot be used."""
+class CheckpointSummary:
+    """One step folder. `problem`: why it cannot be used."""
 
     step: int
     path: Path
@@ -30,46 +31,46 @@ class Checkpoint:
     world: int | None
     source: str
     latest: bool
-    trouble: str | None
+    problem: str | None
 
 
 @dataclass(frozen=True)
-class Run:
-    """Everything the page shows."""
+class RunRecord:
+    """The content of a run folder."""
 
     path: Path
     config: Config | None
     metrics: list[dict[str, Any]]
-    """One record per iteration, in order; where a step was computed again after a failure, the one that counted."""
+    """One record per iteration, in order; of a step that was computed again after a failure, the last record."""
     repeated: int
     """Logged iterations that were computed again."""
     events: list[dict[str, Any]]
     """In order of time."""
-    checkpoints: list[Checkpoint]
+    checkpoints: list[CheckpointSummary]
     problems: list[str]
-    """What is wrong with the files of the folder, the checkpoints aside."""
+    """What is wrong with the files of the folder, except the checkpoints."""
     notes: list[str]
-    """What was passed over and does no harm: the torn lines that a full disk or a power cut leaves."""
+    """What was skipped without harm: torn lines, which a full disk or a power cut leaves."""
 
     def series(self, key: str, factor: float = 1.0) -> Series:
-        """(iteration, value) wherever the value is there and finite (JSON has no other numbers)."""
+        """(iteration, value) of the records that have a finite value (JSON has no other numbers)."""
         found = ((record["iteration"], record.get(key)) for record in self.metrics)
         return [(iteration, value * factor) for iteration, value in found if isinstance(value, int | float)]
 
     def median(self, key: str) -> float | None:
-        """Over all but the first logged iteration, which starts kernels and compiles."""
+        """Median without the first logged iteration, which includes kernel start-up and compilation."""
         values = [value for _, value in self.series(key)]
         return statistics.median(values[1:] or values) if values else None
 
     def last(self, key: str) -> Any:
         return self.metrics[-1].get(key) if self.metrics else None
 
-    def named(self, *names: str) -> list[dict[str, Any]]:
+    def events_named(self, *names: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] in names]
 
     @property
     def incidents(self) -> int:
-        """Failures, where all records of one failure before the restart count as one."""
+        """Number of failures; all records before the restart count as one."""
         count, open_ = 0, False
         for event in self.events:
             if event["event"] == "failure":
@@ -80,7 +81,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How the run stands, from the last event that says it."""
+        """The state of the run, from its last start, failure or end."""
         for event in reversed(self.events):
             if event["event"] == "finished":
                 return "stopped" if event.get("stopped") else "finished"
@@ -91,7 +92,7 @@ class Run:
         return "unknown"
 
 
-def read_run(path: Path | str) -> Run:
+def read_run(path: Path | str) -> RunRecord:
     """The run in a folder, finished or not."""
     folder = Path(path)
     if not folder.is_dir():
@@ -101,14 +102,14 @@ def read_run(path: Path | str) -> Run:
     problems: list[str] = []
     notes: list[str] = []
     config = _config(folder / "config.toml", problems)
-    metrics, repeated = _in_order(_records(folder / "metrics.jsonl", problems, notes))
+    metrics, repeated = _last_per_iteration(_records(folder / "metrics.jsonl", problems, notes))
     events = [
         event
         for event in _records(folder / "events.jsonl", problems, notes)
         if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
     ]
     events.sort(key=lambda event: float(event["time"]))
-    return Run(folder, config, metrics, repeated, events, _checkpoints(folder, problems), problems, notes)
+    return RunRecord(folder, config, metrics, repeated, events, _checkpoints(folder, problems), problems, notes)
 
 
 def _config(path: Path, problems: list[str]) -> Config | None:
@@ -134,12 +135,12 @@ def _records(path: Path, problems: list[str], notes: list[str]) -> list[dict[str
     if torn > 0 and not records:
         problems.append(f"{path} is damaged: none of its {torn:,} lines is a record")
     elif torn > 0:
-        notes.append(f"{torn:,} torn line{'' if torn == 1 else 's'} of {path.name} passed over")
+        notes.append(f"{count_of(torn, 'torn line')} of {path.name} skipped")
     return records
 
 
 def _readable(path: Path, problems: list[str]) -> bool:
-    """Whether there is a regular file. Anything else of that name is a problem; a fifo would block its reader."""
+    """Whether the path is a regular file. Anything else is a problem: a fifo would block the reader."""
     if path.is_file():
         return True
     if os.path.lexists(path):
@@ -147,8 +148,8 @@ def _readable(path: Path, problems: list[str]) -> bool:
     return False
 
 
-def _in_order(records: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The last record of each iteration. A run that went back forgets what it had logged beyond that point."""
+def _last_per_iteration(records: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The last record of each iteration, and how many were dropped. A resume drops what was logged after its step."""
     kept: list[dict[str, Any]] = []
     repeated = 0
     for record in records:
@@ -161,28 +162,28 @@ def _in_order(records: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     return kept, repeated
 
 
-def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:
+def _checkpoints(folder: Path, problems: list[str]) -> list[CheckpointSummary]:
     latest = folder / "checkpoints" / LATEST
     newest = latest.read_text(errors="replace").strip() if _readable(latest, problems) else ""
     found = []
     for step, path in checkpoints_in(folder):
         size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-        world, source, trouble = None, "", None
+        world, source, problem = None, "", None
         try:
             if not (path / FILE_NAME).is_file():
                 raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}")
             manifest = read_manifest(path)
             world, source = manifest.world, manifest.source
         except (HoldfastError, OSError) as error:
-            trouble = str(error)
-        found.append(Checkpoint(step, path, size, world, source, path.name == Path(newest).name, trouble))
+            problem = str(error)
+        found.append(CheckpointSummary(step, path, size, world, source, path.name == Path(newest).name, problem))
     if newest and not any(checkpoint.latest for checkpoint in found):
-        problems.append(f"{latest} names {newest[:100]!r}, which is not there")
+        problems.append(f"{latest} names {newest[:100]!r}, which does not exist")
     return found
 
 
-def thinned(series: Series, most: int = 600) -> Series:
-    """At most `most` points: means of neighbours, so that a long run stays a light page."""
+def downsampled(series: Series, most: int = 600) -> Series:
+    """At most `most` points, each the mean of its neighbours: limits the size of the page of a long run."""
     if len(series) <= most:
         return series
     size = -(-len(series) // most)
@@ -191,7 +192,7 @@ def thinned(series: Series, most: int = 600) -> Series:
 
 
 def smoothed(series: Series, span: int) -> Series:
-    """Exponential mean over about `span` points, without the bias of its start."""
+    """Exponential mean over about `span` points, corrected for the bias of its start."""
     keep = 1 - 2 / (span + 1)
     total = weight = 0.0
     found = []
