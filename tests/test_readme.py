@@ -1,4 +1,4 @@
-"""Every command in the README runs as it stands there, in order, on a small text."""
+"""Run every command of the README in order, as it is printed there, on a small text."""
 
 import os
 import re
