@@ -47,6 +47,14 @@ def test_the_wheel_carries_every_configuration_and_finds_them_by_name(unpacked, 
     assert "Transformer layers. (default: 12)" in shown
 
 
+def test_the_wheel_contains_every_file_of_the_package(unpacked):
+    source = ROOT / "src" / "holdfast"
+    files = {
+        path.relative_to(source) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert files <= {path.relative_to(unpacked / "holdfast") for path in (unpacked / "holdfast").rglob("*")}
+
+
 def test_a_file_in_the_working_folder_wins_over_one_that_comes_with_holdfast(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_config("gpt_tiny") == read_config(ROOT / "configs" / "gpt_tiny.toml")
