@@ -89,7 +89,7 @@ def test_a_preprocessing_job_has_at_least_one_partition() -> None:
 
 @pytest.mark.parametrize("limit", ["tomorrow", "2:00:00:00", "1-0:0:0:0", ""])
 def test_a_time_that_slurm_does_not_know_is_refused(limit: str) -> None:
-    with pytest.raises(UsageError, match="none of Slurm's formats"):
+    with pytest.raises(UsageError, match="not a time in Slurm's format"):
         slurm.seconds_of(limit)
 
 
@@ -162,7 +162,7 @@ def test_doctor_names_a_folder_that_is_a_file_or_not_there(tmp_path: Path) -> No
     (check,) = doctor.check_folder("run", tmp_path / "file")
     assert (check.verdict, "is not a folder" in check.found) == ("fail", True)
     (check,) = doctor.check_folder("run", tmp_path / "later" / "run")
-    assert f"not there yet; checked in {tmp_path}" in check.found
+    assert f"does not exist; checked in {tmp_path}" in check.found
 
 
 def test_one_is_singular() -> None:

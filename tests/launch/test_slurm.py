@@ -24,7 +24,7 @@ def test_time_limits_in_every_format(text: str, seconds: int | None) -> None:
 
 
 def test_a_time_limit_in_words_is_refused() -> None:
-    with pytest.raises(UsageError, match="none of Slurm's formats"):
+    with pytest.raises(UsageError, match="not a time in Slurm's format"):
         seconds_of("two hours")
 
 

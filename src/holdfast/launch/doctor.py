@@ -1,7 +1,7 @@
-"""`holdfast doctor`: what a job will meet on this machine, before it meets it.
+"""`holdfast doctor`: checks of this machine for a job.
 
-Every check looks at the real thing (takes the lock, renames the file, asks the program) and gives a verdict with what to do;
-none changes anything that stays.
+Every check uses the real thing (takes the lock, renames the file, runs the program) and gives a verdict with advice. No check
+leaves a change behind.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,9 +25,9 @@ from holdfast.train.run_files.paths import with_absolute_paths
 
 Verdict = Literal["pass", "warn", "fail"]
 OLDEST_TORCH = (2, 11)
-LITTLE_SPACE = 10 << 30
-MUCH_SKEW_MS = 1000.0
-SLOW_LINK_MB_S = 100.0
+LEAST_FREE_BYTES = 10 << 30
+MAX_SKEW_MS = 1000.0
+LEAST_MB_PER_S = 100.0
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,33 @@ class Check:
     advice: str = ""
 
 
+def passes_if(condition: bool, name: str, found: str, advice: str, otherwise: Verdict = "fail") -> Check:
+    return Check(name, "pass", found) if condition else Check(name, otherwise, found, advice)
+
+
 def check_software() -> Iterator[Check]:
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Check(
-        "python", "pass" if sys.version_info >= (3, 11) else "fail", python, "Holdfast needs Python 3.11 or newer"
-    )
+    yield passes_if(sys.version_info >= (3, 11), "python", python, "Holdfast needs Python 3.11 or newer")
     try:
         import torch
     except ImportError as error:
         yield Check("torch", "fail", str(error), "install torch 2.11 or newer")
         return
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    good = version >= OLDEST_TORCH
-    yield Check("torch", "pass" if good else "fail", torch.__version__, "" if good else "install torch 2.11 or newer")
+    yield passes_if(version >= OLDEST_TORCH, "torch", torch.__version__, "install torch 2.11 or newer")
     if torch.version.cuda is None:
         yield Check("cuda", "warn", "this torch is built for CPU only", "install a CUDA build of torch to use GPUs")
         return
     if not torch.cuda.is_available():
-        advice = "is the driver installed and new enough, and did the job ask for GPUs?"
-        yield Check("cuda", "warn", f"{torch.version.cuda}, but no GPU can be used", advice)
+        advice = "check that the driver is installed and new enough, and that the job requests GPUs"
+        yield Check("cuda", "warn", f"CUDA {torch.version.cuda}, but no GPU can be used", advice)
         return
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield Check("cuda", "pass", f"CUDA {torch.version.cuda}, NCCL {nccl}")
 
 
 def check_cpu(probe: Probe = DEFAULT) -> Iterator[Check]:
-    """Whether bf16 and fp16 products work on the CPU; some virtual machines report AMX and trap on it."""
+    """Whether bf16 and fp16 matrix products work on the CPU: some virtual machines report AMX and trap on it."""
     found = examine_amx(probe)
     facts = {
         "absent": "no AMX",
@@ -75,15 +76,15 @@ def check_cpu(probe: Probe = DEFAULT) -> Iterator[Check]:
         "unknown": "AMX could not be tested: the test product neither finished nor trapped",
     }
     advice = f"training sets {VARIABLE}={WITHOUT_AMX} by itself; set it for other programs that use torch on this CPU"
-    yield Check("cpu", "warn" if found in ("traps", "unknown") else "pass", facts[found], advice)
+    yield passes_if(found not in ("traps", "unknown"), "cpu", facts[found], advice, "warn")
 
 
 def check_gpus() -> Iterator[Check]:
-    """Same model everywhere, and no clock held down."""
+    """All GPUs are of one model, and none is throttled."""
     query = "name,memory.total,clocks.sm,clocks.max.sm,driver_version,clocks_throttle_reasons.hw_slowdown"
     listed = output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
     if listed is None:
-        yield Check("gpus", "warn", "nvidia-smi is not here", "expected on a machine without GPUs")
+        yield Check("gpus", "warn", "nvidia-smi is not installed", "expected on a machine without GPUs")
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines() if line.strip()]
     names = sorted({row[0] for row in rows})
@@ -91,38 +92,30 @@ def check_gpus() -> Iterator[Check]:
     clocks = ", ".join(f"{row[2]}/{row[3]}" for row in rows)
     found = f"{len(rows)} × {' and '.join(names)}, {rows[0][1]} MiB, driver {rows[0][4]}, clocks {clocks} MHz"
     if slow:
-        yield Check(
-            "gpus", "fail", found, f"GPU {', '.join(slow)}: hardware slowdown is active (heat or power); drain the node"
-        )
-    elif len(names) > 1:
-        yield Check("gpus", "warn", found, "the slowest GPU sets the pace; choose nodes with --constraint")
-    else:
-        yield Check("gpus", "pass", found)
+        advice = f"GPU {', '.join(slow)}: hardware slowdown is active (heat or power); drain the node"
+        yield Check("gpus", "fail", found, advice)
+        return
+    advice = "training is as fast as the slowest GPU; choose equal nodes with --constraint"
+    yield passes_if(len(names) == 1, "gpus", found, advice, "warn")
 
 
 def check_shared_memory(folder: Path, needed: int | None) -> Iterator[Check]:
-    """The memory file system against what the snapshots of the configuration take."""
+    """Compares the memory file system with the size of the configuration's snapshots."""
     if not folder.is_dir():
         yield Check("shared memory", "fail", f"{folder} is not a folder", "mount a tmpfs there or set snapshot_dir")
         return
     usage = shutil.disk_usage(folder)
     found = f"{folder}: {gib(usage.free)} free of {gib(usage.total)}"
     if needed is None:
-        verdict: Verdict = "warn" if usage.total <= 64 << 20 else "pass"
-        advice = (
-            "64 MB is a container's default; give docker --shm-size, or a memory volume" if verdict == "warn" else ""
-        )
-        yield Check("shared memory", verdict, found, advice)
+        advice = "64 MB is the default of a container; give docker --shm-size, or a memory volume"
+        yield passes_if(usage.total > 64 << 20, "shared memory", found, advice, "warn")
         return
-    enough = usage.free >= needed
-    advice = (
-        "" if enough else f"give the container --shm-size={-(-needed // 2**30)}g (or that emptyDir), or fewer snapshots"
-    )
-    yield Check("shared memory", "pass" if enough else "fail", f"{found}, the snapshots take {gib(needed)}", advice)
+    advice = f"give the container --shm-size={-(-needed // 2**30)}g (or an emptyDir of that size), or fewer snapshots"
+    yield passes_if(usage.free >= needed, "shared memory", f"{found}, the snapshots take {gib(needed)}", advice)
 
 
 def check_folder(name: str, folder: Path) -> Iterator[Check]:
-    """Locks that exclude, renames that replace, and room: what fetching and checkpoints rely on."""
+    """Locks that exclude, renames that replace, and free space: fetching and checkpoints need all three."""
     if folder.exists() and not folder.is_dir():
         yield Check(name, "fail", f"{folder} is not a folder", "choose another folder")
         return
@@ -137,17 +130,16 @@ def check_folder(name: str, folder: Path) -> Iterator[Check]:
         if not rename_replaces(Path(scratch)):
             problems.append("rename does not replace a file that is open")
     free = shutil.disk_usage(existing).free
-    found = f"{folder}: {gib(free)} free" + ("" if folder == existing else f" (not there yet; checked in {existing})")
+    found = f"{folder}: {gib(free)} free" + ("" if folder == existing else f" (does not exist; checked in {existing})")
     if problems:
         yield Check(name, "fail", found, "; ".join(problems))
-    elif free < LITTLE_SPACE:
-        yield Check(name, "warn", found, "little room: checkpoints and data may not fit")
     else:
-        yield Check(name, "pass", f"{found}, flock excludes, rename replaces")
+        advice = "little free space: checkpoints and data may not fit"
+        yield passes_if(free >= LEAST_FREE_BYTES, name, f"{found}, flock excludes, rename replaces", advice, "warn")
 
 
 def lock_excludes(folder: Path) -> bool:
-    """A second process must be kept out while this one holds the lock."""
+    """Whether a second process cannot take a lock that this one holds."""
     path = folder / "lock"
     with path.open("w") as file:
         try:
@@ -172,42 +164,38 @@ def rename_replaces(folder: Path) -> bool:
 
 
 def check_scheduler() -> Iterator[Check]:
-    """Slurm, Pyxis, Enroot, Docker, kubectl: which of them are here. None is needed to train on this machine."""
+    """Which of Slurm, Pyxis, Enroot, Docker and kubectl are installed. Training on this machine needs none of them."""
     version = output("sinfo", "--version")
     if version is None:
-        yield Check("slurm", "warn", "not here", "`holdfast launch slurm` needs it; `holdfast train` does not")
+        yield Check("slurm", "warn", "not installed", "`holdfast launch slurm` needs it; `holdfast train` does not")
     else:
         listed = output("sinfo", "-h", "-o", "%P %a %D %T")
-        if listed is None:
-            yield Check("slurm", "fail", f"{version}, but the controller does not answer", "ask with `scontrol ping`")
-        else:
-            yield Check("slurm", "pass", f"{version}; {'; '.join(listed.strip().splitlines())}")
+        states = "the controller does not answer" if listed is None else "; ".join(listed.strip().splitlines())
+        yield passes_if(listed is not None, "slurm", f"{version}; {states}", "ask with `scontrol ping`")
         pyxis = "--container-image" in (output("srun", "--help") or "")
-        advice = "" if pyxis else "without it --container-image is refused; see Pyxis in plugstack.conf"
-        yield Check("pyxis", "pass" if pyxis else "warn", "in srun" if pyxis else "not in srun", advice)
-    for program, needed in {
-        "enroot": "launch image import",
-        "docker": "launch image build",
-        "kubectl": "launch kubernetes",
-    }.items():
+        advice = "without it --container-image is refused; see Pyxis in plugstack.conf"
+        yield passes_if(pyxis, "pyxis", "in srun" if pyxis else "not in srun", advice, "warn")
+    programs = {"enroot": "launch image import", "docker": "launch image build", "kubectl": "launch kubernetes"}
+    for program, verb in programs.items():
         path = shutil.which(program)
-        advice = "" if path else f"`holdfast {needed}` needs it"
-        yield Check(program, "pass" if path else "warn", path or "not here", advice)
+        yield passes_if(path is not None, program, path or "not installed", f"`holdfast {verb}` needs it", "warn")
 
 
 def check_links(folders: list[Path]) -> Iterator[Check]:
-    """Between the nodes of this step; outside of one there is nothing to check."""
+    """The links between the nodes of this Slurm step; none outside of a step."""
     task = node_links.task_of_step()
     if task is None:
         return
     for link in node_links.measure(*task, folders):
         problems = []
-        if abs(link.skew_ms) > MUCH_SKEW_MS:
-            problems.append("the clocks differ: start chrony or ntpd")
-        if link.megabytes_per_s < SLOW_LINK_MB_S:
-            problems.append("slow for training over nodes: is this the wrong interface?")
+        if abs(link.skew_ms) > MAX_SKEW_MS:
+            problems.append("the clocks differ: run chrony or ntpd")
+        if link.megabytes_per_s < LEAST_MB_PER_S:
+            problems.append("slow for training on several nodes: check that this is the right network interface")
         if link.locks_not_seen:
-            problems.append(f"locks are not seen between nodes on {', '.join(link.locks_not_seen)}: mount with flock")
+            problems.append(
+                f"file locks do not exclude other nodes on {', '.join(link.locks_not_seen)}: mount with flock"
+            )
         found = f"clock {link.skew_ms:+.1f} ms, round trip {link.round_trip_ms:.2f} ms, {link.megabytes_per_s:,.0f} MB/s over TCP"
         verdict: Verdict = "fail" if link.locks_not_seen else "warn" if problems else "pass"
         yield Check(f"link to {link.node}", verdict, found, "; ".join(problems))
@@ -233,13 +221,16 @@ def job_needs(config: Path | None) -> tuple[dict[str, Path], Path, int | None]:
 
 def examine(folders: dict[str, Path], snapshot_dir: Path, needed: int | None) -> list[Check]:
     """All checks, in the order of the table."""
-    parts: list[Callable[[], Iterator[Check]]] = [check_software, check_cpu, check_gpus]
-    parts.append(lambda: check_shared_memory(snapshot_dir, needed))
-    for name, folder in folders.items():
-        parts.append(lambda name=name, folder=folder: check_folder(name, folder))  # type: ignore[misc]
     existing = [folder for folder in folders.values() if folder.is_dir()]
-    parts += [check_scheduler, lambda: check_links(existing)]
-    return [check for part in parts for check in part()]
+    return [
+        *check_software(),
+        *check_cpu(),
+        *check_gpus(),
+        *check_shared_memory(snapshot_dir, needed),
+        *(check for name, folder in folders.items() for check in check_folder(name, folder)),
+        *check_scheduler(),
+        *check_links(existing),
+    ]
 
 
 def table(checks: list[Check]) -> str:
@@ -253,7 +244,7 @@ def table(checks: list[Check]) -> str:
 
 
 def output(*command: str) -> str | None:
-    """What a program prints; None when it is not here, fails or hangs."""
+    """The output of a program; None if it is not installed, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
-"""The container image: built by Docker, imported by Enroot into a squash file that Pyxis starts from.
+"""The container image: Docker builds it, Enroot imports it into the squash file that Pyxis starts.
 
-The invariant: a `.sqsh` name holds a whole image, and the digest file beside it says which one; the import goes to a temporary
-name and is left out when the digest is the same.
+The invariant: a `.sqsh` file is a complete image, and the file beside it holds its digest. The import writes to a temporary name,
+and is skipped if the digest is the same.
 """
 
 import os
@@ -15,26 +15,21 @@ from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.progress import log
 
 DOCKERFILE = Path("deploy", "containers", "Dockerfile")
-TAG = "holdfast:latest"
 
 
 def checkout(given: Path | None = None) -> Path:
-    """The build context: the source tree that was given, or the one that this program runs from."""
+    """The build context: the given source tree, or the one that this program runs from."""
     root = given or Path(__file__).parents[3]
     if not (root / DOCKERFILE).exists():
-        raise UsageError(f"{root} is not a checkout of Holdfast ({DOCKERFILE} is not there); give --context")
+        raise UsageError(f"{root} is not a checkout of Holdfast (it has no {DOCKERFILE}); give --context")
     return root
-
-
-def build_command(tag: str, context: Path, base: str | None, efa: str | None) -> list[str]:
-    arguments = {"BASE": base, "EFA_VERSION": efa}
-    given = [word for name, value in arguments.items() if value for word in ("--build-arg", f"{name}={value}")]
-    return ["docker", "build", "--tag", tag, "--file", str(context / DOCKERFILE), *given, str(context)]
 
 
 def build(tag: str, context: Path, base: str | None, efa: str | None, dry_run: bool) -> list[str]:
     """Builds the image and returns its tag; with `dry_run` returns the command."""
-    command = build_command(tag, context, base, efa)
+    values = {"BASE": base, "EFA_VERSION": efa}
+    arguments = [word for name, value in values.items() if value for word in ("--build-arg", f"{name}={value}")]
+    command = ["docker", "build", "--tag", tag, "--file", str(context / DOCKERFILE), *arguments, str(context)]
     if dry_run:
         return [shlex.join(command)]
     run(command)
@@ -46,18 +41,18 @@ def default_squash_file() -> Path:
 
 
 def import_image(tag: str, output: Path, dry_run: bool) -> list[str]:
-    """Docker's image as a squash file; returns the file's path, with `dry_run` the commands.
+    """Imports the Docker image into a squash file and returns its path; with `dry_run` returns the commands.
 
-    Nothing is done when the file is there and of the same image."""
+    A file of the same image is kept."""
     temporary = temporary_beside(output)
+    inspect = ["docker", "image", "inspect", "--format", "{{.Id}}", tag]
     command = ["enroot", "import", "--output", str(temporary), f"dockerd://{tag}"]
     record = output.with_name(f"{output.name}.digest")
     if dry_run:
-        inspect = ["docker", "image", "inspect", "--format", "{{.Id}}", tag]
         return [shlex.join(words) for words in (inspect, command, ["mv", str(temporary), str(output)])]
-    digest = image_digest(tag)
+    digest = run(inspect, capture=True).strip()
     if output.exists() and record.exists() and record.read_text().strip() == digest:
-        log(f"{output} is of {digest} already")
+        log(f"{output} already holds {digest}")
     else:
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -69,14 +64,10 @@ def import_image(tag: str, output: Path, dry_run: bool) -> list[str]:
     return [str(output)]
 
 
-def image_digest(tag: str) -> str:
-    return run(["docker", "image", "inspect", "--format", "{{.Id}}", tag], capture=True).strip()
-
-
 def run(command: list[str], capture: bool = False) -> str:
-    """Runs a program with its output shown on stderr; its failure is the user's to see."""
+    """Runs a program with its output on stderr, or returns its output (`capture`)."""
     if shutil.which(command[0]) is None:
-        raise HoldfastError(f"{command[0]} is not on this machine; --dry-run shows the commands to run where it is")
+        raise HoldfastError(f"{command[0]} is not installed here; --dry-run prints the commands to run elsewhere")
     log(f"$ {shlex.join(command)}")
     done = subprocess.run(command, stdout=subprocess.PIPE if capture else 2, text=True, check=False)
     if done.returncode:

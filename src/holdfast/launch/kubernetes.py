@@ -317,7 +317,7 @@ def apply(manifests: Sequence[Manifest]) -> str:
     """Gives the manifests to kubectl; returns its output."""
     if shutil.which("kubectl") is None:
         raise HoldfastError(
-            "kubectl is not on this machine; print the manifests with --dry-run and apply them elsewhere"
+            "kubectl is not installed here; print the manifests with --dry-run and apply them elsewhere"
         )
     done = subprocess.run(
         ["kubectl", "apply", "-f", "-"], input=to_yaml(manifests), capture_output=True, text=True, check=False

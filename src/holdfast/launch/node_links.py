@@ -1,7 +1,7 @@
-"""What lies between the nodes of a job: clock skew, bandwidth, and whether a file lock on one node is seen on another.
+"""Measures the links between the nodes of a job: clock skew, bandwidth, and whether a file lock excludes other nodes.
 
-Run by every task of a step (`srun --ntasks-per-node=1 holdfast doctor`). Node 0 listens, the others connect; plain TCP, because
-it is the part of the network that torch needs before NCCL has started. Node 0 reports for all.
+Every task of a step runs it (`srun --ntasks-per-node=1 holdfast doctor`). Node 0 listens, the others connect, and node 0 reports
+for all. It uses plain TCP, which torch needs before NCCL starts.
 """
 
 import fcntl
@@ -20,12 +20,12 @@ from holdfast.system.errors import HoldfastError
 
 PINGS = 20
 PAYLOAD = 64 << 20
-PATIENCE_SECONDS = 120.0
+WAIT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Link:
-    """Node 0 ↔ another node."""
+class NodeLink:
+    """The link between node 0 and another node."""
 
     node: str
     skew_ms: float
@@ -35,14 +35,14 @@ class Link:
 
 
 def task_of_step(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """(number of this node, how many) inside a Slurm step of several nodes; None elsewhere."""
+    """(number of this node, number of nodes) inside a Slurm step of several nodes; None elsewhere."""
     if "SLURM_PROCID" not in environment or int(environment.get("SLURM_NNODES", "1")) < 2:
         return None
     return int(environment["SLURM_NODEID"]), int(environment["SLURM_NNODES"])
 
 
 def first_host(nodes: str) -> str:
-    """n7 of `n[7-9,12],m1`: Slurm's list of nodes, without asking Slurm (a container may lack its commands)."""
+    """n7 of Slurm's node list `n[7-9,12],m1`, without Slurm's commands, which a container may lack."""
     prefix, first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes).groups()  # type: ignore[union-attr]
     return prefix + (first or "")
 
@@ -51,42 +51,42 @@ def port_of_job(environment: Mapping[str, str] = os.environ) -> int:
     return 20000 + (int(environment["SLURM_JOB_ID"]) * 7 + int(environment.get("SLURM_STEP_ID", "0"))) % 10000
 
 
-def measure(node: int, nodes: int, folders: Sequence[Path]) -> list[Link]:
-    """On node 0 the links to all others; elsewhere nothing, after having served."""
+def measure(node: int, nodes: int, folders: Sequence[Path]) -> list[NodeLink]:
+    """On node 0: the links to all other nodes. On another node: measures with node 0 and returns nothing."""
     host, port = first_host(os.environ["SLURM_JOB_NODELIST"]), port_of_job()
     if node:
-        join(host, port, folders)
+        measure_with_first_node(host, port, folders)
         return []
     with ExitStack() as held, socket.create_server(("", port)) as server:
         for folder in folders:
             hold_lock(folder, held)
-        server.settimeout(PATIENCE_SECONDS)
-        links: list[Link] = []
+        server.settimeout(WAIT_SECONDS)
+        links: list[NodeLink] = []
         for _ in range(nodes - 1):
             try:
                 connection, _ = server.accept()
             except TimeoutError:
                 raise HoldfastError(
-                    f"only {len(links) + 1} of {nodes} nodes reached {host}:{port} within {PATIENCE_SECONDS:.0f} s; "
-                    "is a firewall between the nodes, or has the step less than one task per node?"
+                    f"only {len(links) + 1} of {nodes} nodes reached {host}:{port} within {WAIT_SECONDS:.0f} s; "
+                    "check the firewall between the nodes, and that the step has one task per node"
                 ) from None
             with connection:
-                links.append(serve(connection))
+                links.append(measure_with_node(connection))
         return sorted(links, key=lambda link: link.node)
 
 
-def serve(connection: socket.socket) -> Link:
-    connection.settimeout(PATIENCE_SECONDS)
+def measure_with_node(connection: socket.socket) -> NodeLink:
+    connection.settimeout(WAIT_SECONDS)
     for _ in range(PINGS):
         receive(connection, 1)
         connection.sendall(f"{time.time():<32.9f}".encode())
     receive(connection, PAYLOAD)
     connection.sendall(b".")
     answer = json.loads(receive(connection, int(receive(connection, 8))))
-    return Link(**{**answer, "locks_not_seen": tuple(answer["locks_not_seen"])})
+    return NodeLink(**{**answer, "locks_not_seen": tuple(answer["locks_not_seen"])})
 
 
-def join(host: str, port: int, folders: Sequence[Path]) -> None:
+def measure_with_first_node(host: str, port: int, folders: Sequence[Path]) -> None:
     with connect(host, port) as connection:
         pings = [ping(connection) for _ in range(PINGS)]
         trip, skew = min(pings)
@@ -94,14 +94,14 @@ def join(host: str, port: int, folders: Sequence[Path]) -> None:
         connection.sendall(bytes(PAYLOAD))
         receive(connection, 1)
         rate = PAYLOAD / 1e6 / (time.perf_counter() - start)
-        unseen = tuple(str(folder) for folder in folders if not lock_is_seen(folder))
+        not_seen = tuple(str(folder) for folder in folders if not lock_is_seen(folder))
         trip = statistics.median(trip for trip, _ in pings)
-        answer = json.dumps(asdict(Link(socket.gethostname(), skew * 1e3, trip * 1e3, rate, unseen))).encode()
+        answer = json.dumps(asdict(NodeLink(socket.gethostname(), skew * 1e3, trip * 1e3, rate, not_seen))).encode()
         connection.sendall(f"{len(answer):8d}".encode() + answer)
 
 
 def ping(connection: socket.socket) -> tuple[float, float]:
-    """(round trip, how far the other clock is ahead of ours), both in seconds."""
+    """(round trip, offset of the other clock), both in seconds."""
     sent, start = time.time(), time.perf_counter()
     connection.sendall(b".")
     theirs = float(receive(connection, 32))
@@ -110,10 +110,10 @@ def ping(connection: socket.socket) -> tuple[float, float]:
 
 
 def connect(host: str, port: int) -> socket.socket:
-    end = time.monotonic() + PATIENCE_SECONDS
+    end = time.monotonic() + WAIT_SECONDS
     while True:
         try:
-            return socket.create_connection((host, port), timeout=PATIENCE_SECONDS)
+            return socket.create_connection((host, port), timeout=WAIT_SECONDS)
         except OSError as error:
             if time.monotonic() > end:
                 raise HoldfastError(f"cannot reach {host}:{port} of the first node: {error}") from None
@@ -125,7 +125,7 @@ def receive(connection: socket.socket, count: int) -> bytes:
     while left:
         part = connection.recv(min(left, 1 << 20))
         if not part:
-            raise HoldfastError("the other node of the check went away")
+            raise HoldfastError("the other node closed the connection during the check")
         parts.append(part)
         left -= len(part)
     return b"".join(parts)
@@ -139,16 +139,16 @@ def hold_lock(folder: Path, held: ExitStack) -> None:
     path = lock_file(folder)
     file = held.enter_context(path.open("w"))
     held.callback(path.unlink, missing_ok=True)
-    with suppress(OSError):  # a file system without flock; the other nodes find that no lock excludes them
+    with suppress(OSError):  # a file system without flock: the other nodes will not be excluded
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def lock_is_seen(folder: Path) -> bool:
-    """True if the lock that node 0 holds keeps us out."""
+    """Whether the lock of node 0 excludes this node."""
     try:
         file = lock_file(folder).open("r+")
     except FileNotFoundError:
-        return True  # a folder of this node alone: locks need not travel
+        return True  # the folder is local to this node
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

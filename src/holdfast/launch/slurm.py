@@ -1,6 +1,6 @@
-"""Talks to Slurm with sbatch, squeue, scontrol and scancel: no accounting database is needed, many sites have none.
+"""Slurm's commands sbatch, sinfo, squeue, scontrol and scancel. They need no accounting database, which many sites do not have.
 
-The invariant: nothing is submitted that Slurm would refuse; `check` asks it first, with its own words as the reason.
+The invariant: no job is submitted that Slurm would refuse; `check` asks first and reports Slurm's own reason.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.progress import count_of
 
-# Slurm forgets ended jobs after MinJobAge (five minutes on most sites); these states are of jobs that will still do something.
+# States of jobs that have not ended. Slurm forgets ended jobs after MinJobAge (five minutes on most sites).
 ACTIVE = {
     "PENDING",
     "RUNNING",
@@ -31,7 +31,7 @@ UNREACHABLE = ("configuration source", "contact slurm controller", "Unable to co
 def call(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     if shutil.which(command[0]) is None:
         raise HoldfastError(
-            f"{command[0]} is not on this machine: run this where Slurm's commands are, e.g. on the login node"
+            f"{command[0]} is not installed here: run this where Slurm's commands are, e.g. on the login node"
         )
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
 
@@ -39,18 +39,18 @@ def call(*command: str, text: str | None = None) -> subprocess.CompletedProcess[
 def require(*command: str) -> str:
     done = call(*command)
     if done.returncode:
-        raise HoldfastError(f"{command[0]} refused: {reason(done.stderr)}")
+        raise HoldfastError(f"{command[0]} failed: {reason(done.stderr)}")
     return done.stdout.strip()
 
 
 def reason(stderr: str) -> str:
-    """What Slurm said, without its prefixes."""
+    """Slurm's error message, without its prefixes."""
     lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in stderr.splitlines() if line.strip()]
     return "; ".join(dict.fromkeys(lines)) or "it gave no reason"
 
 
 def check(script: str) -> None:
-    """Asks the controller whether it would take this batch file, without submitting it."""
+    """Asks the controller whether it would accept this batch file, without submitting it."""
     done = call("sbatch", "--test-only", text=script)
     if done.returncode == 0:
         return
@@ -62,8 +62,8 @@ def check(script: str) -> None:
 
 
 def require_controller(why: str) -> None:
-    """Refuses to go on when a command failed because no controller answers."""
-    if any(sign in why for sign in UNREACHABLE):
+    """Raises an error if a command failed because no controller answers."""
+    if any(text in why for text in UNREACHABLE):
         last = why.split("; ")[-1]
         raise HoldfastError(f"Slurm's controller cannot be reached from this machine ({last}); use a login node")
 
@@ -73,14 +73,15 @@ def partitions() -> list[str]:
 
 
 def check_times(partition: str | None, limit: str | None, warning: int | None) -> None:
-    """A limit that the partition never grants would wait for ever; a warning that comes with the start would requeue for ever."""
+    """Refuses a limit above the partition's, with which the job would never start, and a signal so early that the job would
+    requeue for ever. `warning`: seconds before the limit at which Slurm signals the job."""
     seconds = seconds_of(limit) if limit else None
     if seconds is None:
         return
     if warning is not None and warning + 60 > seconds:
         raise UsageError(
-            f"--signal-seconds {warning} leaves nothing of --time {limit} ({count_of(seconds // 60, 'minute')}), because "
-            f"Slurm may send the signal a minute early; give more time"
+            f"--signal-seconds {warning} leaves no time to train of --time {limit} ({count_of(seconds // 60, 'minute')}), "
+            "because Slurm may send the signal a minute early; give more time"
             + (f", or --signal-seconds {seconds - 120} or less" if seconds > 120 else "")
         )
     longest = longest_time(partition)
@@ -92,7 +93,7 @@ def check_times(partition: str | None, limit: str | None, warning: int | None) -
 
 
 def longest_time(partition: str | None) -> int | None:
-    """Seconds that a job of the partition (or of the default one) may take; None when there is no limit, or no such partition."""
+    """Time limit of the partition (or of the default one) in seconds; None if it has no limit or does not exist."""
     for line in call("sinfo", "-h", "-o", "%P %l").stdout.splitlines():
         name, limit = line.split()
         if name.rstrip("*") == partition or (partition is None and name.endswith("*")):
@@ -101,7 +102,7 @@ def longest_time(partition: str | None) -> int | None:
 
 
 def seconds_of(limit: str) -> int | None:
-    """Slurm's time formats: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. None when there is no limit."""
+    """Seconds of a time in Slurm's formats: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. None if there is no limit."""
     if limit.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, clock = limit.rpartition("-")
@@ -111,7 +112,7 @@ def seconds_of(limit: str) -> int | None:
     except ValueError:
         parts, day = [], 0
     if not 1 <= len(parts) <= 3:
-        raise UsageError(f"--time {limit} is none of Slurm's formats: minutes, H:M:S, D-H:M:S")
+        raise UsageError(f"--time {limit} is not a time in Slurm's format: give minutes, H:M:S or D-H:M:S")
     if dash:
         hours, minutes, seconds = (*parts, 0, 0)[:3]
     elif len(parts) == 3:
@@ -122,13 +123,13 @@ def seconds_of(limit: str) -> int | None:
 
 
 def submit(script: Path, after: str | None = None) -> str:
-    """The id of the new job. `after`: it starts when that job has ended well, and is dropped when it has not."""
+    """Submits a batch file and returns the job id. `after`: start when that job succeeds, and drop it when that job fails."""
     extra = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     return require("sbatch", "--parsable", *extra, str(script)).split(";")[0]
 
 
 def jobs(job: str) -> list[dict[str, str]]:
-    """What scontrol knows: one record, or one for each task of an array that was split off. Nothing when forgotten."""
+    """The records of scontrol: one, or one for each task of an array that was split off; none for a forgotten job."""
     done = call("scontrol", "show", "job", "-o", job)
     if done.returncode:
         if "Invalid job id" in done.stderr:
@@ -145,7 +146,7 @@ def is_active(job: str) -> bool:
 
 
 def time_left(job: str) -> str:
-    """As squeue prints it; empty when the job is not in the queue."""
+    """The time left as squeue prints it; empty if the job is not in the queue."""
     return call("squeue", "-h", "-j", job, "-o", "%L").stdout.split("\n")[0].strip()
 
 
