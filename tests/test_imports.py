@@ -40,7 +40,6 @@ MAY_SEE["bench"] = ALL - {"demo", "launch"}
 
 MAX_LINES = 400
 LONG_FILES = {
-    "bench/preprocess.py",
     "config.py",
     "snapshot/keeper/service.py",
     "snapshot/memory/arena.py",

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from holdfast.bench.command import table
+from holdfast.bench.harness import table
 from holdfast.cli import sub_verbs
 
 

@@ -1,19 +1,20 @@
-"""Who takes part in `bench train`: each is a model and an optimizer whose `step` does everything that a training step does.
+"""The contenders of `bench train`: each is a model and an optimizer whose `step` does a whole training step.
 
-All get the same batches and shapes, fp32 weights with bf16 compute where the configuration says so, fused AdamW, and clipping to
-a global norm of 1. Holdfast's step is made of the functions that `holdfast train` runs.
+All use the same batches and shapes, fp32 weights with bf16 compute where the configuration says so, fused AdamW, and clipping to
+a global norm of 1. Holdfast's step calls the functions that `holdfast train` runs.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.bench.plain_gpt import PlainGPT, PlainShape
-from holdfast.config import Config
+from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
 from holdfast.data.loader import BertMicroBatch, MicroBatch
 from holdfast.models.layers import Shape
 from holdfast.parallel.layout import padded_vocab_size
@@ -32,22 +33,33 @@ from holdfast.train.optim import GradientNorm, HostCopy, build_optimizer, clip_a
 from holdfast.train.step import ForwardBackward, PassInputs
 
 Begin = Callable[[str], None]
-"""Told the name of a phase when it begins."""
-
-
+"""Receives the name of a phase when the phase begins."""
 Batch = MicroBatch | BertMicroBatch
 
 
+def chosen_config(path: Path | None, cuda: bool, seq_length: int) -> Config:
+    """The configuration at `path`; without one GPT-2 345M in bf16 on CUDA, a tiny GPT on the CPU."""
+    if path is not None:
+        return read_config(path)
+    layers, width, heads, vocabulary = (24, 1024, 16, 50257) if cuda else (4, 256, 4, 4096)
+    model = ModelConfig(num_layers=layers, hidden_size=width, num_attention_heads=heads, vocab_size=vocabulary)
+    return Config(
+        model=replace(model, openai_gelu=True),
+        data=DataConfig(seq_length=seq_length),
+        train=TrainConfig(micro_batch_size=32 if cuda else 4, bf16=cuda),
+        optimizer=OptimizerConfig(weight_decay=0.1, adam_beta2=0.95),
+    )
+
+
 def random_batch(config: Config, device: torch.device, seed: int) -> Batch:
-    """Random tokens; for BERT some of them are to be predicted, as many in every sample."""
+    """Random tokens; for BERT some of them are masked, the same number in every sample."""
     generator = torch.Generator().manual_seed(seed)
     size, length = config.train.micro_batch_size, config.data.seq_length
     tokens = torch.randint(0, config.model.vocab_size or 1, (size, length + 1), generator=generator)
     found: Batch
     if config.model.model_type == "gpt":
-        found = MicroBatch(
-            tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(size, length), None, None
-        )
+        words, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        found = MicroBatch(words, labels, torch.ones(size, length), None, None)
     else:
         places = torch.rand(size, length, generator=generator).argsort(1)[:, : max_predictions(config)]
         mask = torch.zeros(size, length).scatter(1, places, 1.0)
@@ -63,16 +75,12 @@ def random_batch(config: Config, device: torch.device, seed: int) -> Batch:
 
 
 class Contender(Protocol):
-    name: str
-
     def step(self, batch: Batch, begin: Begin) -> Tensor:
         """One whole training step; the loss, still on the device."""
 
 
-class Holdfast:
+class HoldfastContender:
     """The functions of `holdfast train`, in the order of its loop."""
-
-    name = "holdfast"
 
     def __init__(self, config: Config, grid: Grid) -> None:
         model = config.model
@@ -111,23 +119,19 @@ class Holdfast:
         return arriving.wait()[self._losses].sum()
 
 
-class Autocast:
+class AutocastContender:
     """A model that gives its own mean loss, trained as nanoGPT's and Hugging Face's examples train: under autocast."""
 
-    def __init__(self, name: str, model: nn.Module, config: Config, device: torch.device) -> None:
-        self.name, self._device, self._clip = name, device, config.optimizer.clip_grad
+    def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
+        self._device, self._clip = device, config.optimizer.clip_grad
         self._model = model.to(device).train()
-        decays = [p for p in model.parameters() if p.ndim >= 2]
-        others = [p for p in model.parameters() if p.ndim < 2]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": decays, "weight_decay": config.optimizer.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=config.optimizer.lr,
-            betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-            fused=True,
-        )
+        optim, parameters = config.optimizer, list(model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        betas = (optim.adam_beta1, optim.adam_beta2)
+        self._optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=betas, fused=True)
         dtype = torch.bfloat16 if config.train.bf16 else torch.float16
         narrow = config.train.bf16 or config.train.fp16
         self._context = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=narrow)
@@ -155,7 +159,7 @@ class Autocast:
         return found
 
 
-class HuggingFace(Autocast):
+class HuggingFaceContender(AutocastContender):
     """The same for a model of `transformers`, which shifts a GPT's labels itself."""
 
     def loss(self, batch: Batch) -> Tensor:
@@ -178,12 +182,12 @@ def plain_gpt(config: Config, device: torch.device) -> Contender:
     positions = model.max_position_embeddings or config.data.seq_length
     shape = PlainShape(model.num_layers, model.hidden_size, model.num_attention_heads, positions, _padded(config))
     with device:
-        return Autocast("nanogpt", PlainGPT(shape), config, device)
+        return AutocastContender(PlainGPT(shape), config, device)
 
 
 def hugging_face(config: Config, device: torch.device) -> Contender:
     with device:
-        return HuggingFace("hf", hugging_face_model(config), config, device)
+        return HuggingFaceContender(hugging_face_model(config), config, device)
 
 
 def hugging_face_model(config: Config) -> Any:

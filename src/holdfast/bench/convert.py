@@ -1,28 +1,32 @@
-"""How conversion compares: a release zip of GPT-2's 345M size in fp16 to a Hugging Face folder, beside the plain copy of the zip.
+"""`bench convert`: a release zip of GPT-2's 345M size in fp16 to a Hugging Face folder, beside the plain copy of the zip.
 
-The copy is the floor: it reads and writes the same bytes and syncs them. Contenders run as processes of their own, start-up and
-imports included, in turns within a round; ratios are taken within a round and their median is reported. Peak memory is that of
-the process itself.
+The copy is the lower bound: it reads and writes the same bytes and syncs them. Contenders run as processes of their own,
+start-up and imports included. Peak memory is that of the process itself, as the kernel counts it.
 """
 
-import os
-import resource
-import statistics
+import functools
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from holdfast.bench.command import Tables, refuse_unknown, show
+from holdfast.bench.harness import (
+    ProcessCost,
+    Row,
+    Tables,
+    median,
+    median_ratio,
+    refuse_unknown,
+    run_process,
+    run_rounds,
+    show,
+)
 from holdfast.conversion.stream import Plan, PlannedFile, write_plan
 from holdfast.conversion.tensors import Tensor, tensor_of
-from holdfast.system.errors import HoldfastError
 
 MEMBER = "release/mp_rank_00/model_optim_rng.pt"
 VOCABULARY, PADDED = 50257, 50304
@@ -43,7 +47,7 @@ main()
 TORCH = """
 import os, sys, tempfile, zipfile, torch
 from safetensors.torch import save_file
-source, target, heads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+source, target = sys.argv[1], sys.argv[2]
 os.makedirs(target)
 with tempfile.TemporaryDirectory(dir=os.path.dirname(target)) as folder:
     with zipfile.ZipFile(source) as archive:
@@ -91,7 +95,7 @@ def write_release(folder: Path, layers: int, hidden: int) -> Path:
         offset += count
         return tensor_of(pool[offset - count : offset].reshape(shape), "F16")
 
-    tensors: dict[str, Tensor] = {"word": take(PADDED, hidden), "position": take(1024, hidden)}
+    tensors = {"word": take(PADDED, hidden), "position": take(1024, hidden)}
     stack: dict[str, Tensor] = {}
     for layer in range(layers):
         for name, shape in (
@@ -142,62 +146,34 @@ def bench(options: ConvertBench) -> None:
 
 def run(options: ConvertBench) -> Tables:
     refuse_unknown(options.against, ["torch"])
-    heads = str(options.hidden_size // 64)
-    contenders: dict[str, tuple[str, list[str]]] = {"copy": (COPY, []), "holdfast": (HOLDFAST, [])}
-    if "torch" in options.against:
-        contenders["torch"] = (TORCH, [heads])
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    cpu: dict[str, list[float]] = {name: [] for name in contenders}
-    peaks: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(dir=options.folder) as work:
-        source = write_release(Path(work), options.layers, options.hidden_size)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        work = Path(folder)
+        source = write_release(work, options.layers, options.hidden_size)
         size = source.stat().st_size
-        os.sync()
-        for _ in range(options.rounds):
-            for name, (program, more) in contenders.items():
-                target = Path(work, "out")
-                arguments = [str(source), str(target), *more]
-                if name == "holdfast":
-                    arguments = [
-                        "convert",
-                        *arguments,
-                        "--num-attention-heads",
-                        heads,
-                        "--true-vocab-size",
-                        str(VOCABULARY),
-                    ]
-                taken, worked, peak = _time(program, arguments, Path(work))
-                seconds[name].append(taken)
-                cpu[name].append(worked)
-                peaks[name] = max(peaks.get(name, 0), peak)
-                subprocess.run(["rm", "-rf", str(target)], check=True)
+        paths, heads = [str(source), str(work / "out")], str(options.hidden_size // 64)
+        flags = ["--num-attention-heads", heads, "--true-vocab-size", str(VOCABULARY)]
+        programs = {"copy": [COPY, *paths], "holdfast": [HOLDFAST, "convert", *paths, *flags]}
+        if "torch" in options.against:
+            programs["torch"] = [TORCH, *paths]
+        turns = {name: functools.partial(_turn, name, program, work) for name, program in programs.items()}
+        costs = run_rounds(turns, options.rounds)
     title = f"{options.layers} × {options.hidden_size}, fp16, {size / 1e6:,.0f} MB, {options.rounds} rounds"
-    return {title: [_row(name, seconds, cpu, peaks[name]) for name in contenders]}
+    return {title: [_row(name, own, costs["copy"]) for name, own in costs.items()]}
 
 
-def _row(name: str, seconds: dict[str, list[float]], cpu: dict[str, list[float]], peak: float) -> dict[str, Any]:
-    ratios = [own / copy for own, copy in zip(seconds[name], seconds["copy"], strict=True)]
+def _turn(name: str, program: list[str], work: Path) -> ProcessCost:
+    peak = work / "peak"
+    cost = run_process(name, [sys.executable, "-c", PEAK.format(peak=str(peak)) + program[0], *program[1:]])
+    subprocess.run(["rm", "-rf", str(work / "out")], check=True)
+    return replace(cost, memory=int(peak.read_text()) * 1024)
+
+
+def _row(name: str, costs: list[ProcessCost], copies: list[ProcessCost]) -> Row:
     return {
         "contender": name,
-        "median s": statistics.median(seconds[name]),
-        "× copy": statistics.median(ratios),
-        "best × copy": min(ratios),
-        "CPU s": statistics.median(cpu[name]),
-        "peak RSS MB": peak,
+        "median s": median(costs, lambda one: one.wall),
+        "× copy": median_ratio(costs, copies, lambda one: one.wall),
+        "best × copy": min(own.wall / copy.wall for own, copy in zip(costs, copies, strict=True)),
+        "CPU s": median(costs, lambda one: one.cpu),
+        "peak RSS MB": max(one.memory for one in costs) / 1e6,
     }
-
-
-def _time(program: str, arguments: list[str], work: Path) -> tuple[float, float, float]:
-    """Seconds, CPU seconds and peak megabytes of one process."""
-    peak = work / "peak"
-    command = [sys.executable, "-c", PEAK.format(peak=str(peak)) + program, *arguments]
-    os.sync()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begin = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
-    taken = time.perf_counter() - begin
-    if done.returncode:
-        raise HoldfastError(f"a contender failed: {done.stderr.strip()[-500:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    worked = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return taken, worked, int(peak.read_text()) / 1000

@@ -1,23 +1,18 @@
-"""How fetching compares: the race of 64 processes, a cached fetch, and what waiting processes cost the one that downloads.
+"""`bench fetch`: the race of 64 processes, a cached fetch, and what waiting processes cost the one that downloads.
 
-Every library is imported before the clock starts, for all alike. Strategies take turns within a round, so that whatever else
-the machine does hits them alike; ratios are taken within a round and their median is reported.
+Every library is imported before the clock starts.
 """
 
 import functools
-import importlib.util
 import statistics
 import tempfile
-import time
 import urllib.parse
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from holdfast.assets import storm
 from holdfast.assets.storm import Announce, IterationReport, Strategy
-from holdfast.bench.command import Tables, refuse_unknown, show
+from holdfast.bench.harness import Row, Tables, installed, median, median_ratio, refuse_unknown, run_rounds, show, timed
 
 BIG_FILE = 512 << 20  # bytes
 
@@ -103,84 +98,76 @@ def bench(options: FetchBench) -> None:
 
 def run(options: FetchBench) -> Tables:
     refuse_unknown(options.against, PEERS)
-    strategies: dict[str, Strategy] = {"holdfast": storm.holdfast}
-    modules = ["holdfast.bench.fetch", "httpx"]
-    for peer in options.against:
-        strategy, module = PEERS[peer]
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            strategies[peer] = strategy
-            modules.append(module)
-    big_title = f"one process downloads {options.big_file / 1e6:.0f} MB at full speed, alone and with {options.ranks - 1} waiting"
+    peers = installed({name: PEERS[name][1] for name in options.against})
+    strategies: dict[str, Strategy] = {"holdfast": storm.holdfast, **{name: PEERS[name][0] for name in peers}}
+    modules = ["holdfast.bench.fetch", "httpx", *(PEERS[name][1] for name in peers)]
+    megabytes, waiters = options.big_file / 1e6, options.ranks - 1
     return {
-        f"{options.ranks} processes ask for GPT-2's two files at once, {storm.LATENCY} s latency": race(
+        f"{options.ranks} processes ask for GPT-2's two files at once, {storm.LATENCY} s latency": measure_race(
             strategies, options.ranks, options.rounds, modules
         ),
-        "a file that is already cached, in one process": cached(strategies, options.rounds),
-        big_title: waiting(options.ranks, options.rounds, options.big_file),
+        "a file that is already cached, in one process": measure_cached(strategies, options.rounds),
+        f"one process downloads {megabytes:.0f} MB at full speed, alone and with {waiters} waiting": measure_waiting(
+            options.ranks, options.rounds, options.big_file
+        ),
     }
 
 
-def race(strategies: dict[str, Strategy], ranks: int, rounds: int, modules: list[str]) -> list[dict[str, Any]]:
-    reports: dict[str, list[IterationReport]] = {name: [] for name in strategies}
-    heads: dict[str, int] = dict.fromkeys(strategies, 0)
+def measure_race(strategies: dict[str, Strategy], ranks: int, rounds: int, modules: list[str]) -> list[Row]:
+    heads = dict.fromkeys(strategies, 0)
+
+    def turn(name: str) -> IterationReport:
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as work:
+            report = storm.run_iteration(strategies[name], ranks, server, Path(work), modules)
+        heads[name] += sum(count for (method, _), count in server.counts.items() if method == "HEAD")
+        return report
+
     with storm.counting_server(storm.FILES, storm.LATENCY) as server:
-        for _ in range(rounds):
-            for name, strategy in strategies.items():
-                with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as work:
-                    reports[name].append(storm.run_iteration(strategy, ranks, server, Path(work), modules))
-                heads[name] += sum(count for (method, _), count in server.counts.items() if method == "HEAD")
-    rows = []
-    for name, all_rounds in reports.items():
-        row: dict[str, Any] = {"strategy": name}
-        row |= {f"GETs {file}": statistics.mean(one.gets[file] for one in all_rounds) for file in storm.FILES}
-        row["HEADs"] = heads[name] / rounds
-        row["failed processes"] = statistics.mean(one.failed_ranks for one in all_rounds)
-        row["wall / holdfast"] = statistics.median(
-            one.seconds / ours.seconds for one, ours in zip(all_rounds, reports["holdfast"], strict=True)
-        )
-        row["wall s"] = statistics.median(one.seconds for one in all_rounds)
-        rows.append(row)
-    return rows
+        reports = run_rounds({name: functools.partial(turn, name) for name in strategies}, rounds)
+    return [
+        {
+            "strategy": name,
+            **{f"GETs {file}": statistics.mean(one.gets[file] for one in own) for file in storm.FILES},
+            "HEADs": heads[name] / rounds,
+            "failed processes": statistics.mean(one.failed_ranks for one in own),
+            "wall / holdfast": median_ratio(own, reports["holdfast"], lambda one: one.seconds),
+            "wall s": median(own, lambda one: one.seconds),
+        }
+        for name, own in reports.items()
+    ]
 
 
-def cached(strategies: dict[str, Strategy], rounds: int, calls: int = 200) -> list[dict[str, Any]]:
-    times: dict[str, list[float]] = {name: [] for name in strategies}
+def measure_cached(strategies: dict[str, Strategy], rounds: int, calls: int = 200) -> list[Row]:
     with storm.counting_server({"gpt2-vocab.json": 1_042_301}, 0.0) as server, tempfile.TemporaryDirectory() as work:
         url = f"{server.address}/storm/files/resolve/main/gpt2-vocab.json"
-        asks: dict[str, Callable[[], Path]] = {
-            name: functools.partial(strategy, url, Path(work, name), lambda url: None)
-            for name, strategy in strategies.items()
-            if name != "naive"
-        }
-        for _ in range(rounds):
-            for name, ask in asks.items():
-                ask()
-                began = time.perf_counter()
-                for _ in range(calls):
-                    ask()
-                times[name].append((time.perf_counter() - began) / calls)
-    return [{"strategy": name, "ms per call": statistics.median(times[name]) * 1e3} for name in asks]
+
+        def turn(name: str) -> float:
+            ask = functools.partial(strategies[name], url, Path(work, name), lambda url: None)
+            ask()
+            return timed(lambda: [ask() for _ in range(calls)]) / calls
+
+        turns = {name: functools.partial(turn, name) for name in strategies if name != "naive"}
+        seconds = run_rounds(turns, rounds)
+    return [{"strategy": name, "ms per call": statistics.median(own) * 1e3} for name, own in seconds.items()]
 
 
-def waiting(ranks: int, rounds: int, big_file: int) -> list[dict[str, Any]]:
-    """The holder's time alone and among waiters. The cache is in memory if possible: the disk's moods are not in question."""
+def measure_waiting(ranks: int, rounds: int, big_file: int) -> list[Row]:
+    """The holder's time alone and among waiters. The cache is in memory if possible: the disk is not what is measured."""
     memory = Path("/dev/shm")
-    folder = memory if memory.is_dir() else None
-    alone: list[IterationReport] = []
-    among: list[IterationReport] = []
+
+    def turn(count: int) -> IterationReport:
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=memory if memory.is_dir() else None) as work:
+            return storm.run_iteration(storm.holdfast, count, server, Path(work), check=False)
+
     with storm.counting_server({"big.bin": big_file}, 0.0) as server:
-        for _ in range(rounds):
-            for count, reports in ((1, alone), (ranks, among)):
-                with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=folder) as work:
-                    reports.append(storm.run_iteration(storm.holdfast, count, server, Path(work), check=False))
+        turns = {"alone": functools.partial(turn, 1), "waited for": functools.partial(turn, ranks)}
+        reports = run_rounds(turns, rounds)
     return [
         {
             "processes": count,
-            "holder's s": statistics.median(one.holder_seconds for one in reports),
-            "/ alone": statistics.median(
-                one.holder_seconds / base.holder_seconds for one, base in zip(reports, alone, strict=True)
-            ),
-            "waiters' CPU s": statistics.median(one.waiters_cpu_seconds for one in reports),
+            "holder's s": median(own, lambda one: one.holder_seconds),
+            "/ alone": median_ratio(own, reports["alone"], lambda one: one.holder_seconds),
+            "waiters' CPU s": median(own, lambda one: one.waiters_cpu_seconds),
         }
-        for count, reports in ((1, alone), (ranks, among))
+        for count, own in zip((1, ranks), reports.values(), strict=True)
     ]

@@ -1,25 +1,23 @@
 """`bench generate`: greedy texts from a model with random weights, beside Hugging Face's `generate`.
 
-All write the same number of tokens from the same prompts; contenders take turns, the median turn is reported. A turn is a whole
-call: the prompt is read, every token is written, the texts are on the host.
+All contenders generate the same number of tokens from the same prompts. A turn is a whole call: prefill, every token, and
+the copy of the tokens to the host.
 """
 
-import importlib.util
+import functools
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.command import Tables, refuse_unknown, show
-from holdfast.config import Config, DataConfig, ModelConfig, read_config
+from holdfast.bench.harness import Row, Tables, installed, refuse_unknown, run_rounds, show, timed
+from holdfast.config import Config
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
 
 PEERS = ("hf", "hf-static")
-Write = Callable[[], Any]
+Generate = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,57 +57,44 @@ def run(options: GenerateBench) -> Tables:
 
     refuse_unknown(options.against, PEERS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = _prepare(options.config, device.type == "cuda", options.prompt_tokens + options.new_tokens)
-    against = options.against
-    if against and importlib.util.find_spec("transformers") is None:
-        log("hf is left out: transformers is not installed")
-        against = ()
+    prompt, new = options.prompt_tokens, options.new_tokens
+    config = _prepare(options.config, device.type == "cuda", prompt + new)
     rows = []
     for batch in options.batch_sizes:
-        writers = _writers(chosen, device, against, batch, options.prompt_tokens, options.new_tokens, options.compile)
-        rows += _rounds(writers, batch, batch * options.new_tokens, options.rounds, device)
+        rows += _measure(_generators(config, device, options, batch), batch, batch * new, options.rounds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    shape = f"{chosen.model.num_layers} layers × {chosen.model.hidden_size}"
-    title = f"greedy, {shape}, prompt {options.prompt_tokens}, {options.new_tokens} new tokens, {name}, torch {torch.__version__}"
-    return {title: rows}
+    shape = f"{config.model.num_layers} layers × {config.model.hidden_size}"
+    return {f"greedy, {shape}, prompt {prompt}, {new} new tokens, {name}, torch {torch.__version__}": rows}
 
 
 def _prepare(path: Path | None, cuda: bool, length: int) -> Config:
-    if path is not None:
-        config = read_config(path)
-    elif cuda:
-        model = ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, vocab_size=50257, openai_gelu=True)
-        config = Config(model=model, data=DataConfig(seq_length=1024))
-    else:
-        model = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=4096, openai_gelu=True)
-        config = Config(model=model, data=DataConfig(seq_length=1024))
+    from holdfast.bench.contenders import chosen_config
+
+    config = chosen_config(path, cuda, 1024)
     if config.model.model_type != "gpt":
         raise HoldfastError("BERT models do not generate text; give a GPT configuration")
-    model = replace(config.model, vocab_size=config.model.vocab_size or 50257)
-    positions = max(model.max_position_embeddings or config.data.seq_length, length)
-    return replace(config, model=replace(model, max_position_embeddings=positions))
+    positions = max(config.model.max_position_embeddings or config.data.seq_length, length)
+    vocabulary = config.model.vocab_size or 50257
+    return replace(config, model=replace(config.model, vocab_size=vocabulary, max_position_embeddings=positions))
 
 
-def _writers(
-    config: Config, device: Any, against: tuple[str, ...], batch: int, prompt: int, new: int, compile: bool
-) -> dict[str, Write]:
+def _generators(config: Config, device: Any, options: GenerateBench, batch: int) -> dict[str, Generate]:
     import torch
 
     from holdfast.bench.contenders import hugging_face_model
 
     assert config.model.vocab_size is not None
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(0, config.model.vocab_size, (batch, prompt), generator=generator)
+    cuda, new = device.type == "cuda", options.new_tokens
+    random = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, config.model.vocab_size, (batch, options.prompt_tokens), generator=random)
     found = {"holdfast": _holdfast(config, device, prompts, new, compiled=False)}
-    if compile and device.type == "cuda":
+    if options.compile and cuda:
         found["holdfast, compiled layers"] = _holdfast(config, device, prompts, new, compiled=True)
-    for name in against:
-        if name == "hf-static" and device.type != "cuda":
-            continue
+    for name in installed({name: "transformers" for name in options.against if cuda or name != "hf-static"}):
         with device:
             model = hugging_face_model(config).to(_dtype(device)).eval()
-        options = {"cache_implementation": "static"} if name == "hf-static" else {}
-        found[name] = _hugging_face(model, prompts.to(device), new, options)
+        cache = {"cache_implementation": "static"} if name == "hf-static" else {}
+        found[name] = _hugging_face(model, prompts.to(device), new, cache)
     return found
 
 
@@ -119,7 +104,7 @@ def _dtype(device: Any) -> Any:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _holdfast(config: Config, device: Any, prompts: Any, new: int, *, compiled: bool) -> Write:
+def _holdfast(config: Config, device: Any, prompts: Any, new: int, *, compiled: bool) -> Generate:
     import torch
 
     from holdfast.generation.decoding import Sequences
@@ -129,62 +114,46 @@ def _holdfast(config: Config, device: Any, prompts: Any, new: int, *, compiled: 
 
     vocabulary, positions = config.model.vocab_size, config.model.max_position_embeddings
     assert vocabulary is not None and positions is not None
-    padded = padded_vocab_size(vocabulary, config.model, 1)
+    padded, dtype = padded_vocab_size(vocabulary, config.model, 1), _dtype(device)
     with device:
         torch.manual_seed(1)
-        model = GPT(
-            config.model,
-            vocab_size=vocabulary,
-            padded_vocab_size=padded,
-            max_positions=positions,
-            dtype=_dtype(device),
-        )
-    model = model.to(_dtype(device)).eval()
+        model = GPT(config.model, vocab_size=vocabulary, padded_vocab_size=padded, max_positions=positions, dtype=dtype)
+    model = model.to(dtype).eval()
     if compiled:
         for layer in model.decoder.layers.values():
             layer.compile(dynamic=False)
     rows = prompts.tolist()
     draws = torch.zeros(len(rows), new)
 
-    def write() -> None:
+    def generate() -> None:
         sequences = Sequences(model, rows, draws, Sampling(temperature=0), copies=1, max_positions=positions)
         written = sequences.write([new] * len(rows), None)
         assert all(len(tokens) == new for tokens in written)
 
-    return write
+    return generate
 
 
-def _hugging_face(model: Any, prompts: Any, new: int, options: dict[str, Any]) -> Write:
+def _hugging_face(model: Any, prompts: Any, new: int, cache: dict[str, Any]) -> Generate:
     import torch
 
     @torch.inference_mode()
-    def write() -> None:
-        mask = torch.ones_like(prompts)
-        written = model.generate(
-            prompts,
-            attention_mask=mask,
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=0,
-            **options,
-        )
+    def generate() -> None:
+        length = {"max_new_tokens": new, "min_new_tokens": new}
+        greedy = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
+        written = model.generate(prompts, attention_mask=torch.ones_like(prompts), **length, **greedy, **cache)
         assert written.tolist() and written.shape[1] == prompts.shape[1] + new
 
-    return write
+    return generate
 
 
-def _rounds(writers: dict[str, Write], batch: int, tokens: int, rounds: int, device: Any) -> list[dict[str, Any]]:
-    first: dict[str, float] = {}
-    times: dict[str, list[float]] = {name: [] for name in writers}
-    for name, write in writers.items():
+def _measure(generators: dict[str, Generate], batch: int, tokens: int, rounds: int) -> list[Row]:
+    first = {}
+    for name, generate in generators.items():
         log(f"batch {batch}: {name}, first call")
-        first[name] = _timed(write)
-    for _ in range(rounds):
-        for name, write in writers.items():
-            times[name].append(_timed(write))
-    own = statistics.median(times["holdfast"])
+        first[name] = timed(generate)
+    turns = {name: functools.partial(timed, generate) for name, generate in generators.items()}
+    seconds = run_rounds(turns, rounds)
+    own = statistics.median(seconds["holdfast"])
     return [
         {
             "batch": batch,
@@ -195,17 +164,5 @@ def _rounds(writers: dict[str, Write], batch: int, tokens: int, rounds: int, dev
             "fastest to slowest": f"{tokens / max(spent):.1f}–{tokens / min(spent):.1f}",
             "first call s": round(first[name], 2),
         }
-        for name, spent in times.items()
+        for name, spent in seconds.items()
     ]
-
-
-def _timed(write: Write) -> float:
-    start = time.perf_counter()
-    write()
-    return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    from holdfast.cli import run as run_verb
-
-    run_verb(["bench", "generate", *sys.argv[1:]])

@@ -8,7 +8,7 @@ import torch
 
 
 class PhaseClock:
-    """Called with a phase's name when the phase begins. On CUDA the moments are events, so that nothing waits."""
+    """Call it with a phase's name when the phase begins. On CUDA it records events, so that the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -43,7 +43,7 @@ def median_phases(steps: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
 
 
-class Memory:
+class DeviceMemory:
     """Bytes of tensors on a CUDA device; on the CPU, where torch does not count, bytes of the process."""
 
     def __init__(self, device: torch.device) -> None:
@@ -52,11 +52,11 @@ class Memory:
     def now(self) -> int:
         return torch.cuda.memory_allocated() if self._cuda else _status("VmRSS")
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         elif (file := Path("/proc/self/clear_refs")).exists():
-            file.write_text("5")  # the high-water mark starts again at what is resident now
+            file.write_text("5")  # resets the high-water mark to what is resident now
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated() if self._cuda else _status("VmHWM")

@@ -1,43 +1,37 @@
-"""How preprocessing compares, start-up and writing included: beside tokenizing libraries and Megatron's own scripts.
+"""`bench preprocess`: start-up and writing included, beside tokenizing libraries and Megatron's own scripts.
 
-Every contestant runs in a process of its own and they take turns within a round, so that whatever else the machine does hits
-them alike. Ratios are taken within a round; medians are reported, with CPU seconds, which suffer less from a busy machine.
+Every contender runs in a process of its own.
 """
 
-import importlib.util
-import json
+import functools
+import hashlib
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from holdfast.bench.command import Tables, refuse_unknown, show
-from holdfast.bench.preprocess_peers import PEERS
-from holdfast.system.errors import HoldfastError
-from holdfast.tokenizers import Recipe, read_recipe
-
-MEGATRON = {"megatron": "preprocess_data.py", "megatron-fast": "preprocess_data_fast.py"}
-
-
-@dataclass
-class Measured:
-    wall: float
-    cpu: float
-    memory: int
-
-    def __add__(self, later: "Measured") -> "Measured":
-        return Measured(self.wall + later.wall, self.cpu + later.cpu, max(self.memory, later.memory))
-
+from holdfast.bench.harness import (
+    ProcessCost,
+    Row,
+    Tables,
+    installed,
+    median,
+    median_ratio,
+    refuse_unknown,
+    run_process,
+    run_rounds,
+    show,
+    timed,
+)
+from holdfast.bench.preprocess_peers import MEGATRON, PEERS, Megatron
+from holdfast.tokenizers import read_recipe
 
 PARTS = ("race", "start-up", "large", "sentences", "compressed", "merge", "read")
 
@@ -89,266 +83,227 @@ def run(options: PreprocessBench) -> Tables:
     refuse_unknown(options.parts, PARTS, "part")
     vocab = needed_file(options.vocab_file, "--vocab-file", "GPT2BPETokenizer")
     merges = needed_file(options.merge_file or options.vocab_file, "--merge-file", "GPT2BPETokenizer")
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as work:
-        checkout = Megatron(options.megatron, options.megatron_python, Path(work)) if options.megatron else None
-        bench = Bench(options.corpus, Path(work), str(vocab), str(merges), checkout, options.workers, options.rounds)
-        peers = [peer for peer in options.against if importlib.util.find_spec(peer)]
-        size = bench.corpus.stat().st_size / 1e6
-        tables: dict[str, Callable[[], list[dict[str, Any]]]] = {
-            f"race: {size:,.0f} MB of JSON lines to .bin/.idx, {options.workers} workers": lambda: bench.race(peers),
-            "start-up: a file of one line": bench.start_up,
-            "compressed: input beside the decompressor alone and plain input": bench.compressed,
-            "merge: beside copying the same files": bench.merging,
-            "read: sequences of 1,024 tokens at random, one process, warm": bench.reading,
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+        parts = PreprocessParts(options, Path(folder), str(vocab), str(merges))
+        size = options.corpus.stat().st_size / 1e6
+        tables: dict[str, Callable[[], list[Row]]] = {
+            f"race: {size:,.0f} MB of JSON lines to .bin/.idx, {options.workers} workers": parts.race,
+            "start-up: a file of one line": parts.start_up,
+            "compressed: input beside the decompressor alone and plain input": parts.compressed,
+            "merge: beside copying the same files": parts.merge,
+            "read: sequences of 1,024 tokens at random, one process, warm": parts.read,
         }
         if options.large_mb:
-            tables["large: the same text over and over"] = lambda: bench.large(options.large_mb)
+            tables["large: the same text over and over"] = parts.large
         if options.bert_vocab_file:
             bert = needed_file(options.bert_vocab_file, "--bert-vocab-file", "BertWordPieceLowerCase")
-            tables["sentences: --split-sentences with a BERT vocabulary"] = lambda: bench.sentences(str(bert))
+            tables["sentences: --split-sentences with a BERT vocabulary"] = lambda: parts.sentences(str(bert))
         return {title: table() for title, table in tables.items() if title.split(":")[0] in options.parts}
 
 
-class Megatron:
-    """A checkout of Megatron-LM. Its tokenizers come from a hub unless they are given as a folder, which is written here."""
-
-    def __init__(self, checkout: str, python: str, work: Path) -> None:
-        self._checkout, self._python, self._work = checkout, python, work
-
-    def command(self, script: str, source: Path, prefix: str, recipe: Recipe, *flags: str) -> list[str]:
-        folder = self._work / f"tokenizer-{recipe.digest[:8]}"
-        if not folder.exists():
-            folder.mkdir()
-            (folder / "tokenizer.json").write_text(recipe.definition)
-            names = (
-                {"eos_token": "<|endoftext|>"} if recipe.cls is None else {"unk_token": "[UNK]", "sep_token": "[SEP]"}
-            )
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        offline = ["env", f"PYTHONPATH={self._checkout}", "HF_HUB_OFFLINE=1"]
-        words = [*offline, self._python, f"{self._checkout}/tools/{script}", "--input", str(source)]
-        words += [
-            "--output-prefix",
-            prefix,
-            "--tokenizer-type",
-            "HuggingFaceTokenizer",
-            "--tokenizer-model",
-            str(folder),
-        ]
-        return [*words, *flags]
+def _wall(cost: ProcessCost) -> float:
+    return cost.wall
 
 
-class Bench:
-    def __init__(
-        self, corpus: Path, work: Path, vocab: str, merges: str, megatron: Megatron | None, workers: int, rounds: int
-    ) -> None:
-        self.corpus, self.work, self.workers, self.rounds = corpus, work, workers, rounds
-        self.vocab, self.merges, self.megatron = vocab, merges, megatron
-        self._recipe = read_recipe("GPT2BPETokenizer", vocab, merges)
+def _cpu(cost: ProcessCost) -> float:
+    return cost.cpu
 
-    def command(self, name: str, source: Path, prefix: str) -> list[str]:
+
+class PreprocessParts:
+    """The measurements, one method each, over one corpus and one work folder."""
+
+    def __init__(self, options: PreprocessBench, work: Path, vocab: str, merges: str) -> None:
+        self.corpus, self.work = options.corpus, work
+        self.workers, self.rounds, self._large_mb = options.workers, options.rounds, options.large_mb
+        self._vocab, self._merges = vocab, merges
+        self._megatron = Megatron(options.megatron, options.megatron_python, work) if options.megatron else None
+        self._peers = installed({name: name for name in options.against}) if "race" in options.parts else []
+        self._megabytes = self.corpus.stat().st_size / 1e6
+
+    def _command(self, name: str, source: Path, prefix: str) -> list[str]:
         if name == "holdfast":
-            files = ["--vocab-file", self.vocab, "--merge-file", self.merges]
+            files = ["--vocab-file", self._vocab, "--merge-file", self._merges]
             return self._holdfast(source, prefix, *files, "--append-eod")
         if name in MEGATRON:
-            assert self.megatron is not None
+            assert self._megatron is not None
+            recipe = read_recipe("GPT2BPETokenizer", self._vocab, self._merges)
             flags = ["--workers", str(self.workers)] if name == "megatron" else ["--use-gigatoken"]
-            return self.megatron.command(MEGATRON[name], source, prefix, self._recipe, "--append-eod", *flags)
+            return self._megatron.command(name, source, prefix, recipe, "--append-eod", *flags)
         module = [sys.executable, "-m", "holdfast.bench.preprocess_peers", name]
-        return [*module, str(source), f"{prefix}_text_document", self.vocab, self.merges, str(self.workers)]
+        return [*module, str(source), f"{prefix}_text_document", self._vocab, self._merges, str(self.workers)]
 
     def _holdfast(self, source: Path, prefix: str, *flags: str) -> list[str]:
         words = [sys.executable, "-m", "holdfast.cli", "preprocess", "--input", str(source), "--output-prefix", prefix]
         return [*words, *flags, "--workers", str(self.workers)]
 
-    def race(self, peers: Sequence[str]) -> list[dict[str, Any]]:
-        names = ["holdfast", *peers, *(MEGATRON if self.megatron else ())]
-        results: dict[str, list[Measured]] = {name: [] for name in names}
-        reference: tuple[bytes, bytes] | None = None
-        same: dict[str, str] = {}
-        for _ in range(self.rounds):
-            for name in names:
-                folder = self.work / "race"
-                folder.mkdir()
-                measured = measure(self.command(name, self.corpus, str(folder / "out")))
-                results[name].append(measured)
-                files = [folder / f"out_text_document.{ending}" for ending in ("bin", "idx")]
-                written = (digest(files[0]), digest(files[1]))
-                reference = reference or written
-                same[name] = "yes" if written == reference else "NO"
-                shutil.rmtree(folder)
-        return [self._row(name, results[name], results["holdfast"], **{"same bytes": same[name]}) for name in names]
+    def _preprocess(
+        self, source: Path, name: str = "holdfast", written: Callable[[Path], None] | None = None
+    ) -> ProcessCost:
+        """One run of a contender in a folder that is removed afterwards; `written` gets the folder first."""
+        with tempfile.TemporaryDirectory(dir=self.work) as folder:
+            cost = run_process(name, self._command(name, source, f"{folder}/out"))
+            if written:
+                written(Path(folder))
+        return cost
 
-    def _row(self, name: str, measured: list[Measured], ours: list[Measured], **more: str) -> dict[str, Any]:
-        size = self.corpus.stat().st_size / 1e6
-        ratios = [theirs.wall / mine.wall for theirs, mine in zip(measured, ours, strict=True)]
-        cpu_ratios = [theirs.cpu / mine.cpu for theirs, mine in zip(measured, ours, strict=True)]
+    def race(self) -> list[Row]:
+        outputs: dict[str, list[bytes]] = {}
+
+        def turn(name: str) -> ProcessCost:
+            return self._preprocess(self.corpus, name, lambda folder: outputs.update({name: _checksums(folder)}))
+
+        names = ["holdfast", *self._peers, *(MEGATRON if self._megatron else ())]
+        costs = run_rounds({name: functools.partial(turn, name) for name in names}, self.rounds)
+        same = {name: "yes" if outputs[name] == outputs["holdfast"] else "NO" for name in names}
+        return [{**self._row(name, costs), "same bytes": same[name]} for name in names]
+
+    def _row(self, name: str, costs: dict[str, list[ProcessCost]]) -> Row:
+        own, ours = costs[name], costs["holdfast"]
         return {
             "tool": name,
-            "wall s": statistics.median(one.wall for one in measured),
-            "MB/s": statistics.median(size / one.wall for one in measured),
-            "CPU s": statistics.median(one.cpu for one in measured),
-            "peak MB": statistics.median(one.memory for one in measured) / 1e6,
-            "wall × holdfast": statistics.median(ratios),
-            "CPU × holdfast": statistics.median(cpu_ratios),
-            **more,
+            "wall s": median(own, _wall),
+            "MB/s": self._megabytes / median(own, _wall),
+            "CPU s": median(own, _cpu),
+            "peak MB": median(own, lambda one: one.memory) / 1e6,
+            "wall × holdfast": median_ratio(own, ours, _wall),
+            "CPU × holdfast": median_ratio(own, ours, _cpu),
         }
 
-    def start_up(self) -> list[dict[str, Any]]:
+    def start_up(self) -> list[Row]:
         """What a run costs before its first token: as called, and with the fast engine, which a large input gets."""
         source = self.work / "one.jsonl"
         with self.corpus.open("rb") as file:
             source.write_bytes(file.readline())
-        engines = ("auto", "fast")
-        measured: dict[str, list[Measured]] = {engine: [] for engine in engines}
-        for number in range(max(self.rounds, 5)):
-            for engine in engines:
-                command = self.command("holdfast", source, str(self.work / f"{engine}{number}"))
-                measured[engine].append(measure([*command, "--tokenizer-engine", engine]))
+
+        def turn(engine: str) -> ProcessCost:
+            with tempfile.TemporaryDirectory(dir=self.work) as folder:
+                command = self._command("holdfast", source, f"{folder}/out")
+                return run_process(engine, [*command, "--tokenizer-engine", engine])
+
+        turns = {engine: functools.partial(turn, engine) for engine in ("auto", "fast")}
+        costs = run_rounds(turns, max(self.rounds, 5))
         return [
-            {
-                "engine": engine,
-                "wall s": statistics.median(one.wall for one in runs),
-                "CPU s": statistics.median(one.cpu for one in runs),
-            }
-            for engine, runs in measured.items()
+            {"engine": engine, "wall s": median(own, _wall), "CPU s": median(own, _cpu)}
+            for engine, own in costs.items()
         ]
 
-    def large(self, megabytes: int) -> list[dict[str, Any]]:
-        """Time and memory as the input grows: memory should not, time no faster than the input."""
+    def large(self) -> list[Row]:
+        """Time and memory as the input grows: memory should stay, time should grow no faster than the input."""
         source = self.work / "large.jsonl"
-        times = max(1, round(megabytes * 1e6 / self.corpus.stat().st_size))
         with source.open("wb") as target:
-            for _ in range(times):
+            for _ in range(max(1, round(self._large_mb / self._megabytes))):
                 with self.corpus.open("rb") as part:
                     shutil.copyfileobj(part, target, 1 << 22)
         rows = []
         for path in (self.corpus, source):
-            measured = [self._preprocess(path) for _ in range(self.rounds)]
+            costs = [self._preprocess(path) for _ in range(self.rounds)]
             size = path.stat().st_size / 1e6
+            slowest, fastest = size / max(map(_wall, costs)), size / min(map(_wall, costs))
             rows.append(
                 {
                     "MB": round(size),
-                    "wall s": statistics.median(one.wall for one in measured),
-                    "MB/s": statistics.median(size / one.wall for one in measured),
-                    "slowest to fastest MB/s": " to ".join(
-                        f"{size / one.wall:.1f}"
-                        for one in sorted(measured, key=lambda m: -m.wall)[:: max(1, len(measured) - 1)]
-                    ),
-                    "CPU s": statistics.median(one.cpu for one in measured),
-                    "peak MB": max(one.memory for one in measured) / 1e6,
+                    "wall s": median(costs, _wall),
+                    "MB/s": size / median(costs, _wall),
+                    "slowest to fastest MB/s": f"{slowest:.1f} to {fastest:.1f}",
+                    "CPU s": median(costs, _cpu),
+                    "peak MB": max(one.memory for one in costs) / 1e6,
                 }
             )
         source.unlink()
         return rows
 
-    def sentences(self, vocab: str) -> list[dict[str, Any]]:
-        recipe = read_recipe("BertWordPieceLowerCase", vocab)
-        results: dict[str, list[Measured]] = {"holdfast": [], **({"megatron": []} if self.megatron else {})}
-        for _ in range(self.rounds):
-            for name, measured in results.items():
-                folder = self.work / "sentences"
-                folder.mkdir()
-                prefix = str(folder / "out")
-                flags = ("--split-sentences",)
-                if name == "holdfast":
-                    tokenizer = ("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocab)
-                    command = self._holdfast(self.corpus, prefix, *tokenizer, *flags)
-                else:
-                    assert self.megatron is not None
-                    # Its split text lies beside the input: a link keeps that in the folder that is removed.
-                    link = folder / "corpus.jsonl"
-                    link.symlink_to(self.corpus.absolute())
-                    more = ("--workers", str(self.workers))
-                    command = self.megatron.command(MEGATRON[name], link, prefix, recipe, *flags, *more)
-                measured.append(measure(command))
-                if not Path(f"{prefix}_text_sentence.idx").exists():
-                    # Megatron's script ends after splitting and wants a second call for the rest (its issue 1052).
-                    measured[-1] = measured[-1] + measure(command)
-                shutil.rmtree(folder)
-        return [self._row(name, measured, results["holdfast"]) for name, measured in results.items()]
+    def sentences(self, vocab: str) -> list[Row]:
+        def turn(name: str) -> ProcessCost:
+            with tempfile.TemporaryDirectory(dir=self.work) as folder:
+                command = self._sentences_command(name, vocab, Path(folder))
+                cost = run_process(name, command)
+                if not Path(folder, "out_text_sentence.idx").exists():
+                    # Megatron's script ends after splitting and needs a second call for the rest (its issue 1052).
+                    cost += run_process(name, command)
+            return cost
 
-    def compressed(self) -> list[dict[str, Any]]:
-        """Each form is read by its own tool to nowhere, and preprocessed; the limit is the slower of tool and plain input."""
+        names = ["holdfast", *(["megatron"] if self._megatron else ())]
+        costs = run_rounds({name: functools.partial(turn, name) for name in names}, self.rounds)
+        return [self._row(name, costs) for name in names]
+
+    def _sentences_command(self, name: str, vocab: str, folder: Path) -> list[str]:
+        prefix, kind = str(folder / "out"), "BertWordPieceLowerCase"
+        if name == "holdfast":
+            tokenizer = ("--tokenizer-type", kind, "--vocab-file", vocab)
+            return self._holdfast(self.corpus, prefix, *tokenizer, "--split-sentences")
+        assert self._megatron is not None
+        # It writes the split text beside its input: a link keeps that in the folder that is removed.
+        link = folder / "corpus.jsonl"
+        link.symlink_to(self.corpus.absolute())
+        flags = ("--split-sentences", "--workers", str(self.workers))
+        return self._megatron.command(name, link, prefix, read_recipe(kind, vocab), *flags)
+
+    def compressed(self) -> list[Row]:
+        """Each form is decompressed by its own tool to nowhere, and preprocessed; the slower of tool and plain input limits."""
         tools = {
             "zst": ["zstd", "-q", "-3", "-T0"],
             "xz": ["xz", "-3", "-T0", "--block-size=8MiB"],
             "gz": ["gzip", "-5"],
         }
-        available = {name: tool for name, tool in tools.items() if shutil.which(tool[0])}
-        for name, tool in available.items():
-            with self.corpus.open("rb") as source, (self.work / f"c.jsonl.{name}").open("wb") as target:
-                subprocess.run([*tool, "-c"], stdin=source, stdout=target, check=True)
         rows = []
-        size = self.corpus.stat().st_size / 1e6
-        plain = [self._preprocess(self.corpus) for _ in range(self.rounds)]
-        for name, tool in available.items():
-            packed = self.work / f"c.jsonl.{name}"
-            ours, alone = [], []
-            for _ in range(self.rounds):
-                alone.append(measure([tool[0], "-dc", str(packed)]))
-                ours.append(self._preprocess(packed))
-            limit = max(statistics.median(m.wall for m in alone), statistics.median(m.wall for m in plain))
-            wall = statistics.median(m.wall for m in ours)
+        plain = median([self._preprocess(self.corpus) for _ in range(self.rounds)], _wall)
+        for form, tool in tools.items():
+            if not shutil.which(tool[0]):
+                continue
+            packed = self.work / f"c.jsonl.{form}"
+            with self.corpus.open("rb") as source, packed.open("wb") as target:
+                subprocess.run([*tool, "-c"], stdin=source, stdout=target, check=True)
+            turns: dict[str, Callable[[], ProcessCost]] = {
+                "tool": functools.partial(run_process, tool[0], [tool[0], "-dc", str(packed)]),
+                "holdfast": functools.partial(self._preprocess, packed),
+            }
+            costs = run_rounds(turns, self.rounds)
+            wall, alone = median(costs["holdfast"], _wall), median(costs["tool"], _wall)
             rows.append(
                 {
-                    "form": name,
-                    "MB/s": size / wall,
-                    "CPU s": statistics.median(m.cpu for m in ours),
-                    f"{tool[0]} -dc MB/s": size / statistics.median(m.wall for m in alone),
-                    "plain MB/s": size / statistics.median(m.wall for m in plain),
-                    "× the slower of both": limit / wall,
+                    "form": form,
+                    "MB/s": self._megabytes / wall,
+                    "CPU s": median(costs["holdfast"], _cpu),
+                    f"{tool[0]} -dc MB/s": self._megabytes / alone,
+                    "plain MB/s": self._megabytes / plain,
+                    "× the slower of both": max(alone, plain) / wall,
                 }
             )
         return rows
 
-    def _preprocess(self, source: Path) -> Measured:
-        folder = self.work / "form"
-        folder.mkdir()
-        measured = measure(self.command("holdfast", source, str(folder / "out")))
-        shutil.rmtree(folder)
-        return measured
-
-    def merging(self) -> list[dict[str, Any]]:
+    def merge(self) -> list[Row]:
         from holdfast.data.merge import merge
 
-        part = self._dataset()
-        folder = self.work / "merging"
+        folder, copies, parts = self.work / "merging", self.work / "copies", 8
         folder.mkdir()
-        parts = 8
         for number in range(parts):
             for ending in ("bin", "idx"):
-                shutil.copyfile(f"{part}.{ending}", folder / f"{number}.{ending}")
-        ratios, rates = [], []
+                shutil.copyfile(f"{self._dataset()}.{ending}", folder / f"{number}.{ending}")
         size = sum(path.stat().st_size for path in folder.iterdir())
-        for _ in range(self.rounds):
-            copying = timed(lambda: self._copy_all(folder))
-            merging = timed(lambda: merge([folder], self.work / "merged", overwrite=True))
-            ratios.append(copying / merging)
-            rates.append(size / 1e6 / merging)
-        return [
-            {
-                "parts": parts,
-                "MB/s": statistics.median(rates),
-                "× cp of the same files, synced": statistics.median(ratios),
-            }
-        ]
 
-    def _copy_all(self, folder: Path) -> None:
-        target = self.work / "copies"
-        subprocess.run(["cp", "-r", str(folder), str(target)], check=True)
-        for path in target.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(target)
+        def copy() -> None:
+            subprocess.run(["cp", "-r", str(folder), str(copies)], check=True)
+            for path in copies.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            shutil.rmtree(copies)
+
+        turns = {
+            "copy": lambda: timed(copy),
+            "merge": lambda: timed(lambda: merge([folder], self.work / "merged", overwrite=True)),
+        }
+        seconds = run_rounds(turns, self.rounds)
+        ratio = median_ratio(seconds["copy"], seconds["merge"], float)
+        rate = size / 1e6 / statistics.median(seconds["merge"])
+        return [{"parts": parts, "MB/s": rate, "× cp of the same files, synced": ratio}]
 
     def _dataset(self) -> str:
         prefix = self.work / "dataset"
         if not prefix.with_name("dataset_text_document.idx").exists():
-            subprocess.run(self.command("holdfast", self.corpus, str(prefix)), check=True, capture_output=True)
+            run_process("holdfast", self._command("holdfast", self.corpus, str(prefix)))
         return f"{prefix}_text_document"
 
-    def reading(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Row]:
         from holdfast.data.indexed import IndexedDataset, IndexedDatasetBuilder
 
         builder = IndexedDatasetBuilder(self.work / "rows", np.uint16)
@@ -359,64 +314,19 @@ class Bench:
         dataset = IndexedDataset(self.work / "rows")
         order = np.random.default_rng(0).integers(0, len(dataset), 200_000).tolist()
         row = np.empty(1024, np.uint16)
-        rates = []
-        for _ in range(self.rounds + 1):
 
-            def read() -> None:
-                for number in order:
-                    row[:] = dataset[number]
+        def read() -> None:
+            for number in order:
+                row[:] = dataset[number]
 
-            rates.append(len(order) / timed(read))
-        return [{"sequences/s": statistics.median(rates[1:]), "GB/s": statistics.median(rates[1:]) * 2048 / 1e9}]
-
-
-def measure(command: Sequence[str]) -> Measured:
-    """Wall time, CPU time and peak memory (summed over the processes) of a command and all that it starts."""
-    os.sync()  # what the one before it has left to be written is not its affair
-    started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    peak, done = 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.05):
-            peak = max(peak, resident_bytes(process.pid))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.monotonic() - started
-    done.set()
-    watcher.join()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise HoldfastError(f"{' '.join(command[:4])} ... failed: {errors.decode(errors='replace')[-500:]}")
-    return Measured(wall, usage.ru_utime + usage.ru_stime, peak)
+        seconds = [timed(read) for _ in range(self.rounds + 1)][1:]
+        rate = len(order) / statistics.median(seconds)
+        return [{"sequences/s": rate, "GB/s": rate * 2048 / 1e9}]
 
 
-def resident_bytes(process: int) -> int:
-    """Of a process and all that it started; one that has gone meanwhile holds nothing."""
-    folder = Path("/proc", str(process))
-    try:
-        own = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        children = [
-            int(word) for task in (folder / "task").iterdir() for word in (task / "children").read_text().split()
-        ]
-    except (OSError, IndexError):
-        return 0
-    return own + sum(resident_bytes(child) for child in children)
-
-
-def timed(action: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
-def digest(path: Path) -> bytes:
-    import hashlib
-
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
+def _checksums(folder: Path) -> list[bytes]:
+    found = []
+    for ending in ("bin", "idx"):
+        with (folder / f"out_text_document.{ending}").open("rb") as file:
+            found.append(hashlib.file_digest(file, "sha256").digest())
+    return found

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from holdfast.data.indexed import IndexPart, publish_pairs, write_index
-from holdfast.tokenizers import read_recipe
+from holdfast.tokenizers import Recipe, read_recipe
 
 LINES = 512
 
@@ -24,8 +24,8 @@ def batches(source: str) -> Iterator[list[str]]:
             yield [orjson.loads(line)["text"] for line in lines]
 
 
-class Writer:
-    """Appends documents with their end token; the least that any of the peers needs."""
+class PairWriter:
+    """Writes documents with their end token to a .bin/.idx pair, the same way for every peer."""
 
     def __init__(self, prefix: str, eod: int) -> None:
         self._prefix, self._eod = prefix, np.array([eod], np.uint16)
@@ -46,7 +46,7 @@ class Writer:
         publish_pairs([(Path(self._prefix + ".bin.part"), idx, self._prefix)])
 
 
-def with_tiktoken(source: str, writer: Writer, vocab: str, merges: str, workers: int) -> None:
+def with_tiktoken(source: str, writer: PairWriter, vocab: str, merges: str, workers: int) -> None:
     import tiktoken
 
     from holdfast.tokenizers.tiktoken_files import GPT2_PATTERN
@@ -67,7 +67,7 @@ def _bytes_of(token: str) -> bytes:
     return bytes(table[character] for character in token)
 
 
-def with_tokenizers(source: str, writer: Writer, vocab: str, merges: str, workers: int) -> None:
+def with_tokenizers(source: str, writer: PairWriter, vocab: str, merges: str, workers: int) -> None:
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_str(read_recipe("GPT2BPETokenizer", vocab, merges).definition)
@@ -75,7 +75,7 @@ def with_tokenizers(source: str, writer: Writer, vocab: str, merges: str, worker
         writer.add([encoding.ids for encoding in tokenizer.encode_batch_fast(texts)])
 
 
-def with_gigatoken(source: str, writer: Writer, vocab: str, merges: str, workers: int) -> None:
+def with_gigatoken(source: str, writer: PairWriter, vocab: str, merges: str, workers: int) -> None:
     import gigatoken
     import tokenizers
 
@@ -88,9 +88,33 @@ def with_gigatoken(source: str, writer: Writer, vocab: str, merges: str, workers
 PEERS = {"tiktoken": with_tiktoken, "tokenizers": with_tokenizers, "gigatoken": with_gigatoken}
 
 
+MEGATRON = {"megatron": "preprocess_data.py", "megatron-fast": "preprocess_data_fast.py"}
+
+
+class Megatron:
+    """A checkout of Megatron-LM, whose scripts load their tokenizer from a folder that is written here, not from a hub."""
+
+    def __init__(self, checkout: str, python: str, work: Path) -> None:
+        self._checkout, self._python, self._work = checkout, python, work
+
+    def command(self, name: str, source: Path, prefix: str, recipe: Recipe, *flags: str) -> list[str]:
+        folder = self._work / f"tokenizer-{recipe.digest[:8]}"
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "tokenizer.json").write_text(recipe.definition)
+            gpt = recipe.cls is None
+            names = {"eos_token": "<|endoftext|>"} if gpt else {"unk_token": "[UNK]", "sep_token": "[SEP]"}
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+            (folder / "tokenizer_config.json").write_bytes(orjson.dumps(settings))
+        offline = ["env", f"PYTHONPATH={self._checkout}", "HF_HUB_OFFLINE=1"]
+        words = [*offline, self._python, f"{self._checkout}/tools/{MEGATRON[name]}", "--input", str(source)]
+        tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+        return [*words, "--output-prefix", prefix, *tokenizer, *flags]
+
+
 def main(peer: str, source: str, prefix: str, vocab: str, merges: str, workers: str) -> None:
     eod = orjson.loads(Path(vocab).read_bytes())["<|endoftext|>"]
-    writer = Writer(prefix, eod)
+    writer = PairWriter(prefix, eod)
     PEERS[peer](source, writer, vocab, merges, int(workers))
     writer.close()
 

@@ -1,7 +1,7 @@
-"""`bench snapshot`: what a snapshot at every step costs, and how fast a run is back, beside what torch offers.
+"""`bench snapshot`: what a snapshot at every step costs, and how fast a restore is, beside torch's own saves.
 
-The training happens in processes of their own, which end as a crash does, so that the restore is that of a fresh
-process. Steps with and without snapshots alternate in blocks, so that a busy machine disturbs both alike; medians are told.
+The ranks train in processes of their own, which end as a crash does; fresh processes restore. Blocks of steps with and
+without snapshots take turns.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.bench.command import Tables, refuse_unknown, show
+from holdfast.bench.harness import Tables, refuse_unknown, show
 from holdfast.system.errors import HoldfastError
 
-RIVALS = ("torch.save", "dcp.save", "dcp.async_save")
+PEERS = ("torch.save", "dcp.save", "dcp.async_save")
 SHAPES: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "positions": 128, "vocabulary": 8192, "batch": 4},
     "345m": {"layers": 24, "width": 1024, "heads": 16, "positions": 1024, "vocabulary": 50304, "batch": 32},
@@ -35,7 +35,7 @@ class SnapshotBench:
       holdfast bench snapshot --against torch.save --rounds 2 --json
     """
 
-    against: tuple[str, ...] = RIVALS
+    against: tuple[str, ...] = PEERS
     """Peers in the same run."""
     model: Literal["auto", "small", "345m"] = "auto"
     """A GPT of 345 million parameters (auto, with CUDA) or of 5 million (auto, without)."""
@@ -58,7 +58,7 @@ def bench(options: SnapshotBench) -> None:
 def run(options: SnapshotBench) -> Tables:
     import torch
 
-    refuse_unknown(options.against, RIVALS)
+    refuse_unknown(options.against, PEERS)
     cuda = torch.cuda.is_available()
     name = options.model if options.model != "auto" else "345m" if cuda else "small"
     work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
@@ -83,7 +83,7 @@ def run(options: SnapshotBench) -> Tables:
 
 
 def _children(what: str, task: dict[str, Any], world: int) -> list[dict[str, Any]]:
-    """Runs the ranks of one part in processes of their own; what they found."""
+    """Runs the ranks of one part in processes of their own; returns their answers."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path])), "OMP_NUM_THREADS": "1"}
     if task["cuda"]:
         environment.pop("OMP_NUM_THREADS")
@@ -107,9 +107,8 @@ def _children(what: str, task: dict[str, Any], world: int) -> list[dict[str, Any
 
 
 def _tables(trained: list[dict[str, Any]], restored: list[dict[str, Any]], name: str, world: int) -> Tables:
-    first = trained[0]
-    state = first["state_bytes"]
-    plain, held = first["plain_ms"], first["held_ms"]
+    first, seconds = trained[0], max(answer["restore_s"] for answer in restored)
+    state, plain, held = first["state_bytes"], first["plain_ms"], first["held_ms"]
     steps = [
         {
             "model": name,
@@ -129,15 +128,9 @@ def _tables(trained: list[dict[str, Any]], restored: list[dict[str, Any]], name:
         }
     ]
     saves = [{"how": "holdfast, every step", "blocks ms": first["stall_ms"], "complete after ms": first["copy_ms"]}]
-    saves += first["rivals"]
-    back = [
-        {
-            "how": "holdfast, from memory",
-            "seconds": max(answer["restore_s"] for answer in restored),
-            "GB/s": state / 1e9 / max(answer["restore_s"] for answer in restored),
-            "steps lost": restored[0]["steps_lost"],
-        }
-    ]
+    saves += first["peers"]
+    lost = restored[0]["steps_lost"]
+    back = [{"how": "holdfast, from memory", "seconds": seconds, "GB/s": state / 1e9 / seconds, "steps lost": lost}]
     return {
         "A snapshot at every step": steps,
         "How long training stands still for one save": saves,
@@ -151,10 +144,10 @@ def _clean(work: Path, memory: str) -> None:
 
     from holdfast.snapshot.memory.run_memory import RunMemory, read_json
 
-    place = RunMemory.of("bench", work, memory)
-    keeper = read_json(place.path / "keeper.json")
+    run_memory = RunMemory.of("bench", work, memory)
+    keeper = read_json(run_memory.path / "keeper.json")
     if keeper is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(keeper["process"]), signal.SIGKILL)
-    shutil.rmtree(place.path, ignore_errors=True)
+    shutil.rmtree(run_memory.path, ignore_errors=True)
     shutil.rmtree(work, ignore_errors=True)

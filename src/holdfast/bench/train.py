@@ -1,21 +1,23 @@
 """`bench train`: whole training steps on random tokens, beside a plain compiled GPT-2 and Hugging Face's model.
 
-Contenders take turns within a round, so that whatever else the machine does hits them alike; the median round is reported.
-The first step, which compiles, is told apart. CPU time, summed over threads, is what a busy machine disturbs least.
+The first step, which compiles, has a column of its own and counts in no other.
 """
 
-import importlib.util
+import functools
 import os
-import statistics
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holdfast.bench.command import Tables, refuse_unknown, show
-from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
+from holdfast.bench.harness import Row, Tables, installed, median, refuse_unknown, run_rounds, show
+from holdfast.config import Config
 from holdfast.system.progress import log
+
+if TYPE_CHECKING:
+    from holdfast.bench.contenders import Contender
 
 GIB = 1 << 30
 
@@ -60,153 +62,135 @@ def run(options: TrainBench) -> Tables:
     from holdfast.system.cpu_features import avoid_amx_traps
 
     refuse_unknown(options.against, PEERS)
-    device = pick_device()
-    chosen = _prepare(options.config, device.type == "cuda", options.batch_size, options.seq_length)
-    if device.type == "cpu" and (chosen.train.bf16 or chosen.train.fp16):
+    device, world = pick_device(), int(os.environ.get("WORLD_SIZE", "1"))
+    config = _prepare(options, device.type == "cuda", world)
+    if device.type == "cpu" and (config.train.bf16 or config.train.fp16):
         avoid_amx_traps()
     torch.set_float32_matmul_precision("high")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    against = options.against
-    if world > 1 and against:
-        log("several ranks: only holdfast is measured")
-        against = ()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world > 1:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
-        courses = _measure(
-            chosen, device, against, max(1, options.rounds), max(1, options.steps // max(1, options.rounds))
-        )
+        results = _measure(config, device, options, world)
     finally:
         dist.destroy_process_group()
-    return _tables(chosen, device, courses, world)
+    return _tables(config, device, results, world)
 
 
-def _prepare(path: Path | None, cuda: bool, batch_size: int | None, seq_length: int | None) -> Config:
+def _prepare(options: TrainBench, cuda: bool, world: int) -> Config:
     """The configuration to measure: complete, one device's worth, nothing read from files."""
-    if path is not None:
-        config = read_config(path)
-    elif cuda:
-        config = Config(
-            model=ModelConfig(
-                num_layers=24, hidden_size=1024, num_attention_heads=16, vocab_size=50257, openai_gelu=True
-            ),
-            data=DataConfig(seq_length=1024),
-            train=TrainConfig(micro_batch_size=32, bf16=True),
-            optimizer=OptimizerConfig(weight_decay=0.1, adam_beta2=0.95),
-        )
-    else:
-        config = Config(
-            model=ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=4096, openai_gelu=True),
-            data=DataConfig(seq_length=256),
-            train=TrainConfig(micro_batch_size=4),
-        )
-    size = batch_size or config.train.micro_batch_size
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    model = replace(
-        config.model, vocab_size=config.model.vocab_size or 50257, hidden_dropout=0.0, attention_dropout=0.0
-    )
-    if seq_length is not None and (config.model.max_position_embeddings or seq_length) < seq_length:
-        model = replace(model, max_position_embeddings=seq_length)
-    data = replace(config.data, seq_length=seq_length or config.data.seq_length)
+    from holdfast.bench.contenders import chosen_config
+
+    config, length = chosen_config(options.config, cuda, 1024 if cuda else 256), options.seq_length
+    size = options.batch_size or config.train.micro_batch_size
+    vocabulary = config.model.vocab_size or 50257
+    model = replace(config.model, vocab_size=vocabulary, hidden_dropout=0.0, attention_dropout=0.0)
+    if length is not None and (config.model.max_position_embeddings or length) < length:
+        model = replace(model, max_position_embeddings=length)
+    data = replace(config.data, seq_length=length or config.data.seq_length)
     train = replace(config.train, micro_batch_size=size, global_batch_size=size * world, rampup_batch_size=())
-    # one optimizer for all of them: fused AdamW
+    # one optimizer for all contenders: fused AdamW
     return replace(config, model=model, data=data, train=train, optimizer=replace(config.optimizer, optimizer="adam"))
 
 
 @dataclass
-class _Course:
-    """One contender's measurements."""
+class StepCost:
+    """What a step of one turn cost. Times are seconds per step, `phases` milliseconds, `peak` bytes."""
 
-    contender: Any
+    wall: float
+    cpu: float
+    phases: dict[str, float]
+    peak: int
+    loss: float
+
+
+@dataclass
+class BuiltContender:
+    """A contender after its first steps."""
+
+    contender: "Contender"
     first_step_s: float
     resident: int
-    seconds_per_step: list[float] = field(default_factory=list)
-    cpu_seconds_per_step: list[float] = field(default_factory=list)
-    phases: list[dict[str, float]] = field(default_factory=list)
-    peak: int = 0
-    loss: float = 0.0
 
 
-def _measure(config: Config, device: Any, against: tuple[str, ...], rounds: int, steps: int) -> list[_Course]:
-    from holdfast.bench.contenders import PEERS, Holdfast, random_batch
+Results = dict[str, tuple[BuiltContender, list[StepCost]]]
+
+
+def _measure(config: Config, device: Any, options: TrainBench, world: int) -> Results:
+    from holdfast.bench.contenders import PEERS, HoldfastContender, random_batch
     from holdfast.parallel.layout import layout_of
     from holdfast.parallel.mesh import build_grid
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     grid = build_grid(layout_of(config.parallel, world), device)
     batches = [random_batch(config, device, seed + 1000 * grid.data_rank) for seed in range(8)]
-    makers: list[tuple[str, Any]] = [("holdfast", lambda: Holdfast(config, grid))]
-    for name in against:
-        if name == "nanogpt" and config.model.model_type != "gpt":
-            continue
-        if name == "hf" and importlib.util.find_spec("transformers") is None:
-            log("hf is left out: transformers is not installed")
-            continue
-        makers.append((name, lambda name=name: PEERS[name](config, device)))
-    courses = []
-    for name, make in makers:
+    builders: dict[str, Callable[[], Contender]] = {"holdfast": lambda: HoldfastContender(config, grid)}
+    if world > 1 and options.against:
+        log("several ranks: only holdfast is measured")
+    elif options.against:
+        modules = {"nanogpt": "torch", "hf": "transformers"}
+        gpt = config.model.model_type == "gpt"
+        for name in installed({name: modules[name] for name in options.against if gpt or name != "nanogpt"}):
+            builders[name] = functools.partial(PEERS[name], config, device)
+    built = {}
+    for name, build in builders.items():
         log(f"{name}: building, first steps")
-        courses.append(_start(make, batches, device))
-    for number in range(rounds):
-        for course in courses:
-            _turn(course, batches, device, steps)
-        log(f"round {number + 1} of {rounds} done")
-    return courses
+        built[name] = _build(build, batches, device)
+    rounds = max(1, options.rounds)
+    steps = max(1, options.steps // rounds)
+    turns = {name: functools.partial(_turn, one, batches, device, steps) for name, one in built.items()}
+    costs = run_rounds(turns, rounds, "train")
+    return {name: (built[name], costs[name]) for name in built}
 
 
-def _start(make: Any, batches: list[Any], device: Any) -> _Course:
-    """Builds a contender and takes the steps that nobody counts."""
-    from holdfast.bench.phases import Memory
+def _build(build: "Callable[[], Contender]", batches: list[Any], device: Any) -> BuiltContender:
+    """Builds a contender and takes the steps that are not measured."""
+    from holdfast.bench.phases import DeviceMemory
 
-    memory = Memory(device)
+    memory = DeviceMemory(device)
     before = memory.now()
-    contender = make()
+    contender = build()
     start = time.perf_counter()
-    contender.step(batches[0], _nothing)
-    _wait(device)
+    contender.step(batches[0], _ignore_phase)
+    _synchronize(device)
     first = time.perf_counter() - start
     for batch in batches[1:3]:
-        contender.step(batch, _nothing)
-    _wait(device)
-    return _Course(contender, first, memory.now() - before)
+        contender.step(batch, _ignore_phase)
+    _synchronize(device)
+    return BuiltContender(contender, first, memory.now() - before)
 
 
-def _turn(course: _Course, batches: list[Any], device: Any, steps: int) -> None:
-    """A contender's share of a round: steps timed as a whole, then one taken apart into phases."""
-    from holdfast.bench.phases import Memory, PhaseClock
+def _turn(built: BuiltContender, batches: list[Any], device: Any, steps: int) -> StepCost:
+    """Steps timed as a whole, then one more, timed by phase."""
+    from holdfast.bench.phases import DeviceMemory, PhaseClock
 
-    memory = Memory(device)
-    others = memory.now() - course.resident
-    memory.forget_peak()
-    course.contender.step(batches[-1], _nothing)  # whoever took a turn before left other things in the caches
-    _wait(device)
+    step, memory = built.contender.step, DeviceMemory(device)
+    others = memory.now() - built.resident
+    memory.reset_peak()
+    step(batches[-1], _ignore_phase)  # the contender before it left other things in the caches
+    _synchronize(device)
     start, cpu = time.perf_counter(), time.process_time()
     for number in range(steps):
-        loss = course.contender.step(batches[number % len(batches)], _nothing)
-    _wait(device)
-    course.seconds_per_step.append((time.perf_counter() - start) / steps)
-    course.cpu_seconds_per_step.append((time.process_time() - cpu) / steps)
-    course.loss = float(loss)
-    course.peak = max(course.peak, memory.peak() - others)
-    clock = PhaseClock(device)
-    course.contender.step(batches[0], clock)
-    course.phases.append(clock.milliseconds())
+        loss = step(batches[number % len(batches)], _ignore_phase)
+    _synchronize(device)
+    wall, cpu = (time.perf_counter() - start) / steps, (time.process_time() - cpu) / steps
+    peak, clock = memory.peak() - others, PhaseClock(device)
+    step(batches[0], clock)
+    return StepCost(wall, cpu, clock.milliseconds(), peak, float(loss))
 
 
-def _nothing(_: str) -> None: ...
+def _ignore_phase(_: str) -> None: ...
 
 
-def _wait(device: Any) -> None:
+def _synchronize(device: Any) -> None:
     import torch
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _tables(config: Config, device: Any, courses: list[_Course], world: int) -> dict[str, list[dict[str, Any]]]:
+def _tables(config: Config, device: Any, results: Results, world: int) -> Tables:
     import torch
 
     from holdfast.bench.phases import median_phases
@@ -215,43 +199,41 @@ def _tables(config: Config, device: Any, courses: list[_Course], world: int) -> 
     from holdfast.train.model_families import family_of
 
     assert config.model.vocab_size is not None
-    padded = padded_vocab_size(config.model.vocab_size, config.model, config.parallel.tensor_model_parallel_size)
+    parallel = config.parallel
+    padded = padded_vocab_size(config.model.vocab_size, config.model, parallel.tensor_model_parallel_size)
     flops = flops_per_token(config.model, config.data.seq_length, padded, family_of(config).predicted)
-    tokens = (config.train.global_batch_size or 0) * config.data.seq_length // _model_ranks(config)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(name)
-    speeds, splits = [], []
-    own = statistics.median(courses[0].seconds_per_step)
-    for course in courses:
-        seconds = statistics.median(course.seconds_per_step)
-        rate = tokens / seconds
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    tokens = (config.train.global_batch_size or 0) * config.data.seq_length // model_ranks
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    own = median(results["holdfast"][1], lambda one: one.wall)
+    speeds: list[Row] = []
+    for name, (built, costs) in results.items():
+        seconds = median(costs, lambda one: one.wall)
+        rate, walls, peak = tokens / seconds, [one.wall * 1e3 for one in costs], peak_flops(device_name)
         speeds.append(
             {
-                "contender": course.contender.name,
+                "contender": name,
                 "tokens/s": round(rate),
                 "holdfast is": f"{seconds / own:.3f} ×",
                 "TFLOP/s per rank": round(rate * flops / world / 1e12, 3),
                 "MFU": f"{rate * flops / world / peak:.1%}" if peak else "unknown",
                 "step ms": round(seconds * 1e3, 2),
-                "fastest to slowest round": f"{min(course.seconds_per_step) * 1e3:.2f}–{max(course.seconds_per_step) * 1e3:.2f}",
-                "CPU ms": round(statistics.median(course.cpu_seconds_per_step) * 1e3, 1),
-                "peak GiB": round(course.peak / GIB, 2),
-                "first step s": round(course.first_step_s, 4),
-                "loss": round(course.loss, 3),
+                "fastest to slowest round": f"{min(walls):.2f}–{max(walls):.2f}",
+                "CPU ms": round(median(costs, lambda one: one.cpu) * 1e3, 1),
+                "peak GiB": round(max(one.peak for one in costs) / GIB, 2),
+                "first step s": round(built.first_step_s, 4),
+                "loss": round(costs[-1].loss, 3),
             }
         )
-        phases = {f"{phase} ms": round(spent, 2) for phase, spent in median_phases(course.phases).items()}
-        splits.append({"contender": course.contender.name, **phases})
+    splits: list[Row] = []
+    for name, (_, costs) in results.items():
+        phases = median_phases([one.phases for one in costs])
+        splits.append({"contender": name, **{f"{phase} ms": round(spent, 2) for phase, spent in phases.items()}})
     precision = "bf16" if config.train.bf16 else "fp16" if config.train.fp16 else "fp32"
     shape = f"{config.model.num_layers} layers × {config.model.hidden_size}, vocabulary {padded}, {precision}"
     batch = f"batch {config.train.global_batch_size} × {config.data.seq_length}"
-    title = f"training {shape}, {batch}, on {world} × {name}, torch {torch.__version__}"
+    title = f"training {shape}, {batch}, on {world} × {device_name}, torch {torch.__version__}"
     return {title: speeds, "where a step's time goes (on the device)": splits}
-
-
-def _model_ranks(config: Config) -> int:
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
 
 
 if __name__ == "__main__":
