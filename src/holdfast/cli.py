@@ -1,7 +1,7 @@
-"""The program `holdfast`: one verb per stage, each verb a function somewhere else. Nothing but the way there lives here.
+"""The program `holdfast`: finds the function of a verb and calls it with the options of the command line.
 
-A verb's module is imported when the verb is called, and torch only by its work: no `--help` loads it. A verb is a function with
-one parameter, `options`, whose annotation is the dataclass of its flags.
+A verb is a function with one parameter, `options`, whose annotation is the dataclass of its flags. Its module is imported when
+the verb is called, and torch only by its work: no `--help` loads torch.
 """
 
 import gc
@@ -13,11 +13,14 @@ from typing import Any
 from holdfast.system.errors import HoldfastError, UsageError
 
 VERBS: dict[str, tuple[str, str]] = {
-    "demo": ("holdfast.demo.command:demo_command", "the whole path on this machine, with a rank killed on the way"),
-    "fetch": ("holdfast.assets.command:fetch", "bring files into the cache exactly once, however many processes ask"),
-    "fetch-storm": ("holdfast.assets.command:fetch_storm", "let many ranks fetch at once, and count the downloads"),
+    "demo": ("holdfast.demo.command:demo_command", "run the whole path on this machine, with a rank killed on the way"),
+    "fetch": (
+        "holdfast.assets.command:fetch",
+        "download files into the cache exactly once, for any number of processes",
+    ),
+    "fetch-storm": ("holdfast.assets.command:fetch_storm", "fetch from many ranks at once, and count the downloads"),
     "tokenizer train": ("holdfast.data.command:train_tokenizer", "train a tokenizer on your own text"),
-    "preprocess": ("holdfast.data.command:preprocess", "text to a Megatron dataset (.bin/.idx)"),
+    "preprocess": ("holdfast.data.command:preprocess", "convert text to a Megatron dataset (.bin/.idx)"),
     "merge": ("holdfast.data.command:merge", "join several .bin/.idx datasets into one"),
     "inspect": ("holdfast.inspection:inspect", "describe a file or folder, and check it"),
     "train": (
@@ -26,15 +29,21 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "snapshots": (
         "holdfast.snapshot.command:snapshots",
-        "show the state of a run that is in memory and on disk",
+        "show the snapshots of a run in memory and on disk",
     ),
     "persist": ("holdfast.snapshot.command:persist", "write a run's newest memory snapshot to disk now"),
-    "convert": ("holdfast.conversion.command:convert", "Megatron ↔ Hugging Face ↔ Holdfast, exact, any layout"),
+    "convert": (
+        "holdfast.conversion.command:convert",
+        "convert checkpoints exactly: Megatron ↔ Hugging Face ↔ Holdfast, any layout",
+    ),
     "generate": (
         "holdfast.generation.command:generate_command",
-        "text from a run, a checkpoint or a Hugging Face folder",
+        "generate text from a run, a checkpoint or a Hugging Face folder",
     ),
-    "report": ("holdfast.report.command:report_command", "a page with a run's curves, snapshots, failures and resumes"),
+    "report": (
+        "holdfast.report.command:report_command",
+        "write a page with a run's curves, snapshots, failures and resumes",
+    ),
     "launch slurm": ("holdfast.launch.command:launch_slurm", "submit a Slurm job that requeues itself and resumes"),
     "launch kubernetes": ("holdfast.launch.command:launch_kubernetes", "render or apply a Kubernetes job"),
     "launch dask": ("holdfast.launch.command:launch_dask", "preprocess on the workers of a Dask cluster"),
@@ -61,7 +70,7 @@ AHEAD = {"preprocess": "holdfast.data.preprocess.ahead:call_ahead"}
 
 
 def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The verb (one word, or two as in `tokenizer train`) and what follows it."""
+    """The verb (one word, or two as in `tokenizer train`) and its arguments."""
     for words in (2, 1):
         verb = " ".join(arguments[:words])
         if len(arguments) >= words and verb in VERBS:
@@ -90,12 +99,10 @@ def help_text(word: str | None = None) -> str:
     width = max(len(verb) for verb in verbs)
     lines = [f"  {verb:<{width}}  {VERBS[verb][1]}" for verb in verbs]
     if word:
-        head, foot = (
-            f"usage: holdfast {word} VERB ...",
-            f"holdfast {word} VERB --help shows the flags of a verb, with examples.",
-        )
+        head = f"usage: holdfast {word} VERB ..."
+        foot = f"holdfast {word} VERB --help shows the flags of a verb, with examples."
         return "\n".join([head, "", *lines, "", foot])
-    head = "usage: holdfast VERB ...\n\nRaw text to a generating language model, and it does not let go of the run."
+    head = "usage: holdfast VERB ...\n\nFrom raw text to a generating language model; training resumes after failures."
     foot = "holdfast VERB --help shows the flags of a verb, with examples. holdfast demo runs the whole path."
     return "\n".join([head, "", *lines, "", foot])
 
@@ -121,7 +128,8 @@ def run(arguments: Sequence[str]) -> None:
         from holdfast.command_line import flags
 
         verb, rest = find_verb(arguments)
-        flags.call(load(VERBS[verb][0]), f"holdfast {verb}", rest)
+        command = load(VERBS[verb][0])
+        command(flags.parse(flags.options_of(command), f"holdfast {verb}", rest))
 
 
 def main() -> None:
@@ -130,7 +138,7 @@ def main() -> None:
         if arguments[:1] and arguments[0] in AHEAD and not {"-h", "--help"}.intersection(arguments):
             load(AHEAD[arguments[0]])()
         run(arguments)
-        # What is still there goes with the process: to look for garbage in it takes longer than all the rest of leaving.
+        # The process ends here: a last garbage collection would take longer than all other steps of the exit.
         gc.freeze()
     except UsageError as error:
         fail(str(error), 2)

@@ -121,7 +121,7 @@ def test_values_may_look_like_numbers_or_flags():
         ("--names a", "holdfast sample needs SRC and --output-prefix"),
         ("in more --output-prefix o", "unexpected argument 'more'"),
         ("in --output-prefix", "--output-prefix needs a value"),
-        ("in --output-prefix o --rate -x", "one that starts with - is given as --rate=VALUE"),
+        ("in --output-prefix o --rate -x", "give one that starts with - as --rate=VALUE"),
         ("in --output-prefix o --follow=yes", "--follow takes no value"),
         ("in --output-prefix o --width four", "--width four: expected an integer"),
         ("in --output-prefix o --rate fast", "--rate fast: expected a number"),

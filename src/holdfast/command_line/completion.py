@@ -1,6 +1,6 @@
 """The verb `completion`: shell scripts that complete verbs, flags, choices and file names.
 
-They are written from the same dataclasses as the parser and the help. A script is static: pressing TAB starts no Python.
+They are made from the same dataclasses as the parser and the help. A script is static: pressing TAB starts no Python.
 """
 
 from collections.abc import Iterable
@@ -31,8 +31,8 @@ class CompletionOptions:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """What may follow one verb: its flags with their help, and words that may stand without a flag."""
+class VerbCompletion:
+    """What may follow a verb: option → (flag, help text), and the known values of its positional arguments."""
 
     verb: str
     summary: str
@@ -45,29 +45,28 @@ def completion(options: CompletionOptions) -> None:
     print_json({"shell": options.shell, "script": script}) if options.json else print(script, end="")
 
 
-def completions() -> list[Completion]:
+def completions() -> list[VerbCompletion]:
     from holdfast.cli import VERBS, load
     from holdfast.system.field_docs import field_docs
 
-    own: dict[str, dict[str, tuple[Flag, str]]] = {}
-    words: dict[str, tuple[str, ...]] = {}
-    for verb, (target, _) in VERBS.items():
-        options = options_of(load(target))
-        docs = field_docs(options)
-        flags = flags_of(options)
-        own[verb] = {flag.option: (flag, docs[flag.name]) for flag in flags if flag.named}
-        words[verb] = tuple(word for flag in flags if not flag.named for word in _words(flag))
+    options = {verb: options_of(load(target)) for verb, (target, _) in VERBS.items()}
+    flags = {verb: flags_of(kind) for verb, kind in options.items()}
+    docs = {verb: field_docs(kind) for verb, kind in options.items()}
     found = []
     for verb, (_, summary) in VERBS.items():
         # A launch verb accepts the flags of the verb that it runs.
-        inner = [word for word in words[verb] if word in VERBS]
-        flags_of_verb = {option: one for name in [*inner, verb] for option, one in own[name].items()}
-        found.append(Completion(verb, summary, flags_of_verb, tuple(w for name in [verb, *inner] for w in words[name])))
+        inner = [word for flag in flags[verb] if "remainder" in flag.metadata for word in _known_words(flag)]
+        accepted = {
+            flag.option: (flag, docs[name][flag.name]) for name in [*inner, verb] for flag in flags[name] if flag.named
+        }
+        positionals = [flag for name in [verb, *inner] for flag in flags[name] if not flag.named]
+        words = tuple(word for flag in positionals for word in _known_words(flag))
+        found.append(VerbCompletion(verb, summary, accepted, words))
     return found
 
 
-def _words(flag: Flag) -> Iterable[str]:
-    """The words that a positional field may start with, where they are known."""
+def _known_words(flag: Flag) -> Iterable[str]:
+    """The values of a positional argument, if they are known."""
     from holdfast.config_files import known_configs
 
     if "remainder" in flag.metadata:
@@ -75,20 +74,18 @@ def _words(flag: Flag) -> Iterable[str]:
     return known_configs() if flag.metavar == "CONFIG" else flag.choices
 
 
-def _first_words(entries: list[Completion]) -> dict[str, list[Completion]]:
-    """First word of a verb → the verbs that start with it."""
-    found: dict[str, list[Completion]] = {}
+def _by_first_word(
+    entries: list[VerbCompletion],
+) -> tuple[dict[str, list[VerbCompletion]], dict[str, list[VerbCompletion]]]:
+    """First word → the verbs that start with it: of all verbs, and of the verbs of two words."""
+    first: dict[str, list[VerbCompletion]] = {}
     for entry in entries:
-        found.setdefault(entry.verb.split()[0], []).append(entry)
-    return found
+        first.setdefault(entry.verb.split()[0], []).append(entry)
+    return first, {word: verbs for word, verbs in first.items() if verbs[0].verb != word}
 
 
-def _groups(entries: list[Completion]) -> dict[str, list[Completion]]:
-    return {word: verbs for word, verbs in _first_words(entries).items() if verbs[0].verb != word}
-
-
-def bash_script(entries: list[Completion]) -> str:
-    first, groups = _first_words(entries), _groups(entries)
+def bash_script(entries: list[VerbCompletion]) -> str:
+    first, groups = _by_first_word(entries)
     seconds = [
         f"    {word}) second='{' '.join(e.verb.split()[1] for e in verbs)}' ;;" for word, verbs in groups.items()
     ]
@@ -136,8 +133,8 @@ complete -o default -F _holdfast holdfast
 """
 
 
-def zsh_script(entries: list[Completion]) -> str:
-    first, groups = _first_words(entries), _groups(entries)
+def zsh_script(entries: list[VerbCompletion]) -> str:
+    first, groups = _by_first_word(entries)
     top = [_zsh_pair(word, verbs[0].summary if word not in groups else "") for word, verbs in first.items()]
     seconds = [
         f"    {word}) second=({' '.join(_zsh_pair(e.verb.split()[1], e.summary) for e in verbs)}) ;;"
@@ -182,15 +179,15 @@ def _zsh_flag(option: str, flag: Flag, doc: str) -> str:
     doc = _sentence(doc)
     for special in "[]:":
         doc = doc.replace(special, f"\\{special}")
-    spec = f"{'*' if flag.several else ''}{option}[{doc}]"
+    spec = f"{'*' if flag.multiple else ''}{option}[{doc}]"
     if flag.kind is not bool:
         action = f"({' '.join(flag.choices)})" if flag.choices else "_files" if flag.takes_path else " "
         spec += f":value:{action}"
     return _quoted(spec)
 
 
-def fish_script(entries: list[Completion]) -> str:
-    first, groups = _first_words(entries), _groups(entries)
+def fish_script(entries: list[VerbCompletion]) -> str:
+    first, groups = _by_first_word(entries)
     lines = []
     for word, verbs in first.items():
         summary = f" -d {_quoted(verbs[0].summary)}" if word not in groups else ""
@@ -208,7 +205,7 @@ def fish_script(entries: list[Completion]) -> str:
             for option, (flag, doc) in entry.flags.items()
         ]
     return f"""# fish completion of holdfast
-function __holdfast_at # as many words are complete
+function __holdfast_at # this many words are complete
   test (count (commandline -opc)) = $argv[1]
 end
 function __holdfast_is # the line starts with this verb

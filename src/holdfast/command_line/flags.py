@@ -1,10 +1,11 @@
 """One parser for every verb: from a command line to a frozen options dataclass, and back.
 
-A verb declares its flags once. A field is a flag (`output_prefix` is `--output-prefix`), its annotation the kind of value, its
-default the default, the string under it the help text; the docstring of the class is the help of the verb. A field that is a
+A verb declares its flags once. A field is a flag (`output_prefix` is `--output-prefix`), its annotation is the type of the value,
+its default the default, the string under it the help text; the docstring of the class is the help of the verb. A field that is a
 dataclass (a section of the configuration) adds its own fields, under its name as heading.
 
-argparse splits the words; a mistake is a UsageError of one line with the nearest flag.
+argparse splits the command line into flags and words; this module reads the values. A mistake is a UsageError of one line with
+the nearest flag.
 """
 
 import argparse
@@ -21,7 +22,7 @@ Options = TypeVar("Options")
 
 ARGUMENTS = "arguments"
 NUMBERS = {int: ("N", "an integer"), float: ("X", "a number")}
-# The last word of a field's name → what stands for its value in help texts; shells complete these as file names.
+# Last word of a field's name → metavar in help texts. Shells complete file names for these flags.
 PATHS = {
     **{word: word.upper() for word in ("file", "prefix", "run")},
     **dict.fromkeys(("dir", "folder", "save", "load", "workdir"), "DIR"),
@@ -40,18 +41,18 @@ def remainder(metavar: str) -> dict[str, Any]:
 
 
 def short(flag: str) -> dict[str, Any]:
-    """Metadata of a field that has a short flag besides its long one."""
+    """Metadata of a field that has a short flag besides the long one."""
     return {"short": flag}
 
 
 def derived() -> dict[str, Any]:
-    """Metadata of a field that is no flag: only `defaults` of its class sets it."""
+    """Metadata of a field that is not a flag: only `defaults` of its class sets it."""
     return {"derived": True}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One field of an options dataclass as the command line sees it. `default` is MISSING where a value is required."""
+    """A field of an options dataclass as a flag or argument. `default` is MISSING if a value is required."""
 
     name: str
     annotation: Any
@@ -69,7 +70,7 @@ class Flag:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.option if self.named else self.metavar
 
     @property
@@ -78,13 +79,13 @@ class Flag:
         return get_origin(self.annotation) in (Union, UnionType)
 
     @property
-    def several(self) -> bool:
+    def multiple(self) -> bool:
         return get_origin(self.annotation) is tuple
 
     @property
     def kind(self) -> Any:
-        """The type of one value: the annotation without `| None`, or that of a tuple's elements."""
-        if self.optional or self.several:
+        """The type of one value: the annotation without `| None`, or the type of a tuple's elements."""
+        if self.optional or self.multiple:
             return next(kind for kind in get_args(self.annotation) if kind is not NoneType)
         return self.annotation
 
@@ -98,7 +99,7 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in help texts."""
+        """The placeholder of the value in help texts."""
         if self.metadata.get("metavar"):
             return str(self.metadata["metavar"])
         if self.choices or self.kind in NUMBERS:
@@ -108,7 +109,7 @@ class Flag:
         return PATHS.get(self.name.rsplit("_", 1)[-1], "PATH" if self.kind is Path else "TEXT")
 
     def value(self, word: str) -> Any:
-        """What a word on the command line stands for."""
+        """The value of a word on the command line."""
         if self.optional and word == "None":
             return None
         if self.choices:
@@ -124,7 +125,7 @@ class Flag:
 def flags_of(options: type, heading: str = "flags") -> list[Flag]:
     """The flags of an options dataclass, in the order of its fields.
 
-    `HEADINGS` of the class maps a field to the heading that it and the fields after it stand under in the help.
+    `HEADINGS` of the class maps a field to the heading in the help for this field and those after it.
     """
     hints = get_type_hints(options)
     headings: dict[str, str] = getattr(options, "HEADINGS", {})
@@ -142,11 +143,6 @@ def flags_of(options: type, heading: str = "flags") -> list[Flag]:
     return found
 
 
-def call(command: Callable[[Any], None], prog: str, arguments: Sequence[str]) -> None:
-    """Calls a verb's function with the options that the arguments give."""
-    command(parse(options_of(command), prog, arguments))
-
-
 def options_of(command: Callable[[Any], None]) -> type:
     """The options dataclass of a verb: the annotation of its function's parameter `options`."""
     options: type = get_type_hints(command)["options"]
@@ -154,10 +150,10 @@ def options_of(command: Callable[[Any], None]) -> type:
 
 
 def parse(options: type[Options], prog: str, arguments: Sequence[str]) -> Options:
-    """The options that a command line gives. `--help` prints the help and ends the program.
+    """The options of a command line. `--help` prints the help and ends the program.
 
-    A class may have a static method `defaults(given)`: further values, for fields that the command line leaves out (from a file
-    or the environment).
+    A class may have a static method `defaults(given)`: values from a file or the environment for fields that the command line
+    leaves out.
     """
     if {"-h", "--help"} & set(arguments):
         from holdfast.command_line.help import help_text
@@ -165,7 +161,7 @@ def parse(options: type[Options], prog: str, arguments: Sequence[str]) -> Option
         print(help_text(options, prog))
         raise SystemExit(0)
     flags = flags_of(options)
-    given = _read(_Splitter(flags, prog), flags, arguments)
+    given = _given_values(flags, prog, arguments)
     defaults: dict[str, Any] = getattr(options, "defaults", lambda _: {})(given)
     values = {**defaults, **given}
     missing = [flag.title for flag in flags if flag.default is MISSING and values.get(flag.name, ()) == ()]
@@ -192,33 +188,29 @@ def _with_values(section: Any, given: Mapping[str, Any]) -> Any:
     return replace(section, **changes)
 
 
-def _read(splitter: "_Splitter", flags: list[Flag], arguments: Sequence[str]) -> dict[str, Any]:
-    """Field → value, for what the command line names."""
-    words = [splitter.spelled(word) for word in arguments]
-    rest = next((flag.name for flag in flags if "remainder" in flag.metadata), None)
-    if rest is not None:
+def _given_values(flags: list[Flag], prog: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Field → value, for the fields that the command line gives."""
+    splitter = _ArgumentSplitter(flags, prog)
+    words = [splitter.with_dashes(word) for word in arguments]
+    remainder_field = next((flag.name for flag in flags if "remainder" in flag.metadata), None)
+    if remainder_field is not None:
         namespace, left = splitter.parse_known_args(words)
-        return {**_values(flags, vars(namespace)), rest: tuple(left)}
-    namespace, left = splitter.parse_known_intermixed_args(words)
-    if left:
-        splitter.refuse(left)
-    return _values(flags, vars(namespace))
-
-
-def _values(flags: list[Flag], words: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    else:
+        namespace, left = splitter.parse_known_intermixed_args(words)
+        if left:
+            splitter.refuse(left)
+    found: dict[str, Any] = {} if remainder_field is None else {remainder_field: tuple(left)}
     for flag in flags:
-        if flag.name in words:
-            given = words[flag.name]
-            if flag.several:
-                found[flag.name] = tuple(flag.value(word) for word in given)
-            else:
-                found[flag.name] = given if isinstance(given, bool) else flag.value(given)
+        given = getattr(namespace, flag.name, None)
+        if flag.multiple and given is not None:
+            found[flag.name] = tuple(flag.value(word) for word in given)
+        elif given is not None:
+            found[flag.name] = given if isinstance(given, bool) else flag.value(given)
     return found
 
 
-class _Splitter(argparse.ArgumentParser):
-    """Finds the words of each flag. Reads no values, knows no defaults and prints nothing."""
+class _ArgumentSplitter(argparse.ArgumentParser):
+    """Finds the words of each flag. It converts no values, has no defaults and prints nothing."""
 
     def __init__(self, flags: Sequence[Flag], prog: str) -> None:
         super().__init__(prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -226,36 +218,36 @@ class _Splitter(argparse.ArgumentParser):
         for flag in flags:
             if not flag.named:
                 if "positional" in flag.metadata:
-                    count = {"nargs": "*", "action": "extend"} if flag.several else {"nargs": "?"}
+                    count = {"nargs": "*", "action": "extend"} if flag.multiple else {"nargs": "?"}
                     self.add_argument(flag.name, **count)  # type: ignore[arg-type]
                 continue
             names = [*([flag.metadata["short"]] if "short" in flag.metadata else []), flag.option]
             if flag.kind is bool:
                 self.add_argument(*names, dest=flag.name, action="store_const", const=True)
                 self.add_argument(f"--no-{flag.option[2:]}", dest=flag.name, action="store_const", const=False)
-            elif flag.several:
+            elif flag.multiple:
                 self.add_argument(*names, dest=flag.name, nargs="*", action="extend")
             else:
                 self.add_argument(*names, dest=flag.name)
 
-    def spelled(self, word: str) -> str:
-        """The word; underscores become dashes where that makes it a flag of this verb."""
+    def with_dashes(self, word: str) -> str:
+        """The word, with dashes for underscores if that makes it a flag of this verb."""
         name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
         known = name.startswith("--") and dashed in self._option_string_actions
         return f"{dashed}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
-        """argparse's own complaints, in our words where users meet them."""
+        """Raises argparse's errors as UsageErrors; reworded where users meet them."""
         name, _, problem = message.removeprefix("argument ").partition(": ")
         if problem == "expected one argument":
-            message = f"{name} needs a value; one that starts with - is given as {name}=VALUE"
+            message = f"{name} needs a value; give one that starts with - as {name}=VALUE"
         elif problem.startswith("ignored explicit argument"):
             message = f"{name} takes no value"
         raise UsageError(f"{message} ({self.prog} --help shows the flags)")
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Names the first unknown flag and those that look like it."""
+        """Raises an error about the first unknown flag, with the nearest flags."""
         unknown = next((word for word in words if word.startswith("-")), None)
         if unknown is None:
             self.error(f"{self.prog}: unexpected argument '{words[0]}'")
@@ -270,7 +262,7 @@ def unknown_flag(prog: str, word: str, options: Sequence[str]) -> UsageError:
 
 
 def check_known(arguments: Sequence[str], prog: str, *verbs: type) -> None:
-    """Refuses a flag that none of these options dataclasses has, with the nearest flag of any."""
+    """Refuses a flag that none of these options dataclasses has; the error names the nearest flags."""
     known = [flag.option for options in verbs for flag in flags_of(options) if flag.named]
     for word in arguments:
         option = word.split("=")[0].replace("_", "-")
@@ -279,7 +271,7 @@ def check_known(arguments: Sequence[str], prog: str, *verbs: type) -> None:
 
 
 def to_arguments(options: Any) -> list[str]:
-    """The command line that gives these options; what has its default is left out."""
+    """The command line that gives these options, without those that have their default."""
     words: list[str] = []
     for flag in flags_of(type(options)):
         value = getattr(options, flag.name)
@@ -288,5 +280,5 @@ def to_arguments(options: Any) -> list[str]:
         if isinstance(value, bool):
             words.append(flag.option if value else f"--no-{flag.option[2:]}")
         else:
-            words += [flag.option, *map(str, value if flag.several else [value])]
+            words += [flag.option, *map(str, value if flag.multiple else [value])]
     return words

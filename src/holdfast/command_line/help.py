@@ -1,4 +1,4 @@
-"""The help of a verb, from its options dataclass: description, examples, and the flags under their headings."""
+"""The help of a verb, made from its options dataclass: description, examples, and the flags under their headings."""
 
 import inspect
 import shutil
@@ -30,7 +30,7 @@ def help_text(options: type, prog: str) -> str:
 
 
 def description(options: type, width: int) -> str:
-    """The docstring: paragraphs refilled, indented lines (examples) as they stand."""
+    """The docstring: paragraphs wrapped to the width, indented lines (examples) unchanged."""
     paragraphs = (inspect.getdoc(options) or "").split("\n\n")
     return "\n\n".join(
         text if "\n  " in f"\n{text}" else textwrap.fill(text, width, break_on_hyphens=False) for text in paragraphs
@@ -40,7 +40,7 @@ def description(options: type, width: int) -> str:
 def usage_of(flag: Flag) -> str:
     if "remainder" in flag.metadata:
         return flag.metavar
-    shown = flag.metavar + (" ..." if flag.several else "")
+    shown = flag.metavar + (" ..." if flag.multiple else "")
     if flag.named:
         return f"{flag.option} {shown}"
     return shown if flag.default is MISSING else f"[{shown}]"
@@ -52,7 +52,7 @@ def entry(flag: Flag, doc: str, width: int) -> str:
     shown = "NAME" if long else flag.metavar
     words = [doc, f"One of: {', '.join(flag.choices)}." if long else "", default_of(flag)]
     text = textwrap.wrap(" ".join(filter(None, words)), width - COLUMN, break_on_hyphens=False)
-    head = f"  {spellings(flag)}" + ("" if flag.kind is bool else f" {shown}") + (" ..." if flag.several else "")
+    head = f"  {spellings(flag)}" + ("" if flag.kind is bool else f" {shown}") + (" ..." if flag.multiple else "")
     if not flag.named:
         head = f"  {shown}"
     first = head.ljust(COLUMN - 1) + " " if len(head) < COLUMN - 1 else head + "\n" + " " * COLUMN
