@@ -65,7 +65,7 @@ def test_a_wrong_pointer_and_a_foreign_vocabulary_are_problems(dataset: Path) ->
 def test_something_else_is_not_guessed_at(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for path in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(HoldfastError, match="nothing that Holdfast knows"):
+        with pytest.raises(HoldfastError, match="is none of: dataset, run, snapshot, checkpoint"):
             inspect_path(path)
 
 

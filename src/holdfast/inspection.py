@@ -1,18 +1,21 @@
-"""The verb `inspect`: finds out what a path is and has that part of Holdfast describe it.
+"""The verb `inspect`: finds the package that recognises a path, and prints its description.
 
-A part is added by a line in KINDS: a module with `recognises(path) -> bool` and `describe(path, reader) -> Description`.
+A package is added by a line in KINDS: a module with `recognises(path) -> bool` and
+`describe(path, samples) -> PathDescription`.
 """
 
 import errno
 import importlib
 import os
 import stat
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.command_line.flags import positional
+from holdfast.command_line.results import print_json
 from holdfast.system.errors import HoldfastError
 
 KINDS: dict[str, str] = {
@@ -24,8 +27,8 @@ KINDS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Description:
-    """What a path holds: facts for machines, lines for people. Problems make the exit code 1."""
+class PathDescription:
+    """What a path holds: facts for --json, lines of text. Problems make the exit code 1."""
 
     facts: dict[str, Any]
     lines: list[str]
@@ -33,28 +36,28 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """What helps to read the content: a tokenizer, if its files are given, and how many examples to show."""
+class DocumentSamples:
+    """How many documents of a dataset to show, and the tokenizer that decodes them (None: show none)."""
 
     tokenizer: Callable[[], Any] | None = None
     documents: int = 3
 
 
-def inspect_path(path: Path | str, reader: Reader | None = None) -> tuple[str, Description]:
+def inspect_path(path: Path | str, samples: DocumentSamples | None = None) -> tuple[str, PathDescription]:
     """The kind of thing at `path`, and its description."""
     path = Path(path)
     missing = _check_type(path)
     for kind, name in KINDS.items():
         module = importlib.import_module(name)
         if module.recognises(path):
-            description: Description = module.describe(path, reader or Reader())
+            description: PathDescription = module.describe(path, samples or DocumentSamples())
             return kind, description
     raise HoldfastError(missing or _unknown(path))
 
 
 def _check_type(path: Path) -> str | None:
-    """Refuses what cannot be read to its end, before anything opens it. The error to raise if `path`, which does not exist, is
-    not the prefix of a dataset either."""
+    """Refuses what cannot be read to its end, before anything opens it. Returns the error message for a path that does not exist,
+    to be used if it is not the prefix of a dataset either."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -81,12 +84,12 @@ def _unknown(path: Path) -> str:
         return f"{path} is an empty folder"
     elif runs := run_folders_in(path):
         return f"{path} is a folder of runs; inspect one of them: {', '.join(str(run) for run in runs)}"
-    return f"{path} is nothing that Holdfast knows ({', '.join(KINDS)}); for a dataset give PREFIX or PREFIX.idx"
+    return f"{path} is none of: {', '.join(KINDS)}; for a dataset give PREFIX or PREFIX.idx"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Describe a file or folder: counts, shapes, health. Exit code 1 when something is wrong with it.
+    """Describe a file or folder: counts, shapes, damage. Exits with 1 if something is wrong with it.
 
     Examples:
 
@@ -98,7 +101,7 @@ class InspectOptions:
     """
 
     path: str = field(metadata=positional())
-    """Prefix of a dataset, or the path of anything else that Holdfast reads or writes."""
+    """Prefix of a dataset, or path of a run, snapshot, checkpoint or model."""
     tokenizer_type: str = "GPT2BPETokenizer"
     """Tokenizer of a dataset, to show its documents as text."""
     vocab_file: str | None = None
@@ -108,26 +111,21 @@ class InspectOptions:
     tokenizer_model: str | None = None
     """As for preprocess."""
     documents: int = 3
-    """How many documents of a dataset to show."""
+    """Number of documents of a dataset to show."""
     json: bool = False
     """Print the facts as JSON."""
 
 
 def inspect(options: InspectOptions) -> None:
-    import sys
-
     def tokenizer() -> Any:
         from holdfast.tokenizers import build_tokenizer
 
         return build_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
 
-    reader = Reader(tokenizer if options.vocab_file or options.tokenizer_model else None, options.documents)
-    kind, description = inspect_path(options.path, reader)
+    samples = DocumentSamples(tokenizer if options.vocab_file or options.tokenizer_model else None, options.documents)
+    kind, description = inspect_path(options.path, samples)
     if options.json:
-        import orjson
-
-        facts = {"kind": kind, **description.facts, "problems": description.problems}
-        print(orjson.dumps(facts, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode())
+        print_json({"kind": kind, **description.facts, "problems": description.problems}, indent=False)
     else:
         print("\n".join([f"{options.path}: {kind}", *description.lines]))
     if description.problems:

@@ -10,7 +10,7 @@ from holdfast.conversion.files.budget import Budget
 from holdfast.conversion.megatron.rank_files import find_rank_files
 from holdfast.conversion.model import Model
 from holdfast.conversion.sources import kind_of, read_model
-from holdfast.inspection import Description, Reader
+from holdfast.inspection import DocumentSamples, PathDescription
 from holdfast.system.errors import HoldfastError
 
 # Names that Megatron's own checkpoints mention besides torch's; anything else is worth a line.
@@ -34,7 +34,7 @@ def recognises(path: Path) -> bool:
     return kind_of(path) is not None
 
 
-def describe(path: Path, reader: Reader) -> Description:
+def describe(path: Path, samples: DocumentSamples) -> PathDescription:
     """Everything that is known without converting; a file that cannot be a model is described as far as it goes."""
     kind = kind_of(path)
     try:
@@ -44,7 +44,7 @@ def describe(path: Path, reader: Reader) -> Description:
     return _describe_model(str(kind), model)
 
 
-def _describe_model(kind: str, model: Model) -> Description:
+def _describe_model(kind: str, model: Model) -> PathDescription:
     arch = model.architecture
     dtypes = Counter(tensor.dtype for tensor in model.tensors.values())
     parameters = sum(math.prod(tensor.shape) for tensor in model.tensors.values())
@@ -76,10 +76,10 @@ def _describe_model(kind: str, model: Model) -> Description:
         *(f"  {note}" for note in model.notes),
         *(f"  mentions {name}, which was not loaded" for name in odd),
     ]
-    return Description(facts, lines)
+    return PathDescription(facts, lines)
 
 
-def _describe_broken(path: Path, kind: str, error: str) -> Description:
+def _describe_broken(path: Path, kind: str, error: str) -> PathDescription:
     names: set[str] = set()
     serialisation = None
     try:
@@ -94,6 +94,6 @@ def _describe_broken(path: Path, kind: str, error: str) -> Description:
         pass  # the first error says it already
     lines = [f"  {path.stat().st_size:,} bytes" if path.is_file() else f"  {kind} folder"]
     lines += [f"  mentions {name}, which was not loaded" for name in sorted(names)]
-    return Description(
+    return PathDescription(
         {"form": kind, "serialisation": serialisation, "objects_not_loaded": sorted(names)}, lines, [error]
     )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.data.indexed import IndexedDataset, pair_paths
-from holdfast.inspection import Description, Reader
+from holdfast.inspection import DocumentSamples, PathDescription
 from holdfast.system.errors import HoldfastError
 
 # Token ids are counted in at most this many tokens, spread evenly over the data.
@@ -19,7 +19,7 @@ def recognises(path: Path) -> bool:
     return pair_paths(path)[1].is_file()
 
 
-def describe(path: Path, reader: Reader) -> Description:
+def describe(path: Path, samples: DocumentSamples) -> PathDescription:
     dataset = IndexedDataset(path)
     problems = []
     try:
@@ -41,9 +41,9 @@ def describe(path: Path, reader: Reader) -> Description:
     if facts["tokens"] * dataset.dtype.itemsize != facts["bin_bytes"] and not problems:
         described = facts["tokens"] * dataset.dtype.itemsize
         problems.append(f"{dataset.bin_path} holds {facts['bin_bytes']:,} bytes, but its index describes {described:,}")
-    if reader.tokenizer and not problems:
-        facts |= _texts(dataset, reader, facts, problems)
-    return Description(facts, _lines(facts), problems)
+    if samples.tokenizer and not problems:
+        facts |= _texts(dataset, samples, facts, problems)
+    return PathDescription(facts, _lines(facts), problems)
 
 
 def _lengths(dataset: IndexedDataset) -> dict[str, Any]:
@@ -70,16 +70,18 @@ def _tokens(dataset: IndexedDataset) -> dict[str, Any]:
     return {"largest_id": len(counts) - 1, "distinct_ids": int((counts > 0).sum()), "frequent_ids": share}
 
 
-def _texts(dataset: IndexedDataset, reader: Reader, facts: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    assert reader.tokenizer is not None
-    tokenizer = reader.tokenizer()
+def _texts(
+    dataset: IndexedDataset, samples: DocumentSamples, facts: dict[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    assert samples.tokenizer is not None
+    tokenizer = samples.tokenizer()
     if facts["largest_id"] is not None and facts["largest_id"] >= tokenizer.vocab_size:
         problems.append(
             f"token {facts['largest_id']} is not in this tokenizer's vocabulary of {tokenizer.vocab_size:,}: "
             "the dataset was made with another tokenizer"
         )
         return {}
-    shown = min(reader.documents, dataset.document_count)
+    shown = min(samples.documents, dataset.document_count)
     texts = [[tokenizer.decode(sequence.tolist()) for sequence in dataset.document(number)] for number in range(shown)]
     names = {number: tokenizer.decode([number]) for number in facts["frequent_ids"]}
     return {"texts": texts, "frequent_texts": names}

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.config import Config, ParallelConfig
-from holdfast.inspection import Description, Reader
+from holdfast.inspection import DocumentSamples, PathDescription
 from holdfast.report.description import description_lines
 from holdfast.report.events import describe_event, last_failure
 from holdfast.report.run_record import RunRecord, read_run
@@ -28,7 +28,7 @@ def recognises(path: Path) -> bool:
     return path.is_dir() and is_run_folder(path)
 
 
-def describe(path: Path, reader: Reader) -> Description:
+def describe(path: Path, samples: DocumentSamples) -> PathDescription:
     run = read_run(path)
     memory = run.config.snapshot.snapshot_dir if run.config else MEMORY
     run_memory = next((found for found in run_memories(memory) if found.folder == path.resolve()), None)
@@ -52,7 +52,7 @@ def describe(path: Path, reader: Reader) -> Description:
     }
     facts["next"] = _next(facts)
     problems = run.problems + arena_troubles(held["arenas"] + held["peer_copies"]) + disk_troubles(held)
-    return Description(facts, description_lines(facts), problems)
+    return PathDescription(facts, description_lines(facts), problems)
 
 
 def _state(run: RunRecord, held: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from holdfast.inspection import Description, Reader
+from holdfast.inspection import DocumentSamples, PathDescription
 from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.run_memory import RunMemory, read_json
 from holdfast.snapshot.report import arena_facts, run_facts, run_lines, slot_cells, table
@@ -14,7 +14,7 @@ def recognises(path: Path) -> bool:
     return (path.suffix == ".arena" and path.is_file()) or (path / "run.json").is_file()
 
 
-def describe(path: Path, reader: Reader) -> Description:
+def describe(path: Path, samples: DocumentSamples) -> PathDescription:
     if path.suffix == ".arena":
         return _arena(path)
     record = read_json(path / "run.json")
@@ -23,18 +23,18 @@ def describe(path: Path, reader: Reader) -> Description:
     return _memory(RunMemory(path, record["name"], Path(record["folder"])))
 
 
-def _arena(path: Path) -> Description:
+def _arena(path: Path) -> PathDescription:
     arena = Arena(path)
     facts = arena_facts(arena, verify=True)
     arena.close()
     lines = [f"memory of rank {facts['rank']} of {facts['world']}, {facts['bytes']:,} bytes"]
     lines += table(["snapshot", "state", "verified", "age"], [slot_cells(slot) for slot in facts["slots"]])
-    return Description(facts, lines, arena_troubles([facts]))
+    return PathDescription(facts, lines, arena_troubles([facts]))
 
 
-def _memory(run_memory: RunMemory) -> Description:
+def _memory(run_memory: RunMemory) -> PathDescription:
     facts = run_facts(run_memory, verify=True)
-    return Description(
+    return PathDescription(
         facts, run_lines(facts), arena_troubles(facts["arenas"] + facts["peer_copies"]) + disk_troubles(facts)
     )
 
