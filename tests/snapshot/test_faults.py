@@ -22,7 +22,7 @@ def outcome_of(request, tmp_path_factory, oracle):
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     ]
-    hashes = oracle(Run(folder, folder, world=1))
+    hashes = {world: oracle(Run(folder, folder, world)) for world in (1, 2)}
     with memory_folder() as memory, campaign(folder, memory, hashes, seeds) as outcome_of:
         yield outcome_of
 

@@ -1,10 +1,13 @@
 """Faults in the system calls of Holdfast, one per process tree, chosen by seed.
 
-`install` replaces the functions of os, io, mmap, fcntl, socket, subprocess, ctypes and time that open, write, sync, rename, map,
-lock, connect, start a process or read a clock. A call counts if it comes from a module in `MODULES`, directly or by way of
-pathlib and shutil; its site is the call and the function that makes it. One call (site, occurrence, role of the process) fails,
-stalls, shifts the clock or ends the process with SIGKILL; a file claims the fault, so that it happens once however many processes
-there are. The same functions record which sites an undisturbed run passes.
+`install` replaces the functions of os, io, mmap, fcntl, socket, ssl, subprocess, ctypes and time that open, write, sync, rename,
+map, lock, connect, send, receive, start a process or read a clock. A call counts if it comes from a module in `MODULES`, directly
+or by way of pathlib, shutil and ssl; its site is the call and the function that makes it. One call (site, occurrence, role of
+the process) fails, stalls, shifts the clock or ends the process with SIGKILL; a file claims the fault, so that it happens once however
+many processes there are. The same functions record which sites an undisturbed run passes.
+
+A forked process inherits the layer. A new interpreter installs it itself: `environment` gives the variables that make the
+`sitecustomize` in the folder `site` do so.
 
 Not covered: stores into mapped memory (a kill there is test_process_faults.py), calls inside libc, reads of files.
 """
@@ -14,13 +17,17 @@ import ctypes
 import errno
 import fcntl
 import io
+import json
 import mmap
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,9 +36,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 MODULES = ("holdfast.snapshot.", "holdfast.checkpoint.", "holdfast.system.")
-BETWEEN = ("pathlib", "shutil", "contextlib", "tempfile", "threading", "concurrent.", __name__)
+BETWEEN = ("pathlib", "shutil", "contextlib", "tempfile", "threading", "concurrent.", "ssl", __name__)
 """Modules that make the call for another one."""
 OCCURRENCES = 3
+VARIABLE, SITE = "HOLDFAST_FAULT_LAYER", Path(__file__).with_name("site")
 STALL_SECONDS, JUMP_SECONDS = 0.3, 3600.0
 DIE, DIE_AFTER, STALL, SHORT, JUMP, BACK = "die", "die after", "stall", "short write", "clock jumps", "clock goes back"
 
@@ -51,7 +59,12 @@ CALLS: list[tuple[Any, str, list[str]]] = [
     (mmap, "mmap", ["ENOMEM"]),
     (fcntl, "flock", ["ENOLCK"]),
     (fcntl, "fcntl", ["ENOLCK"]),
-    (socket, "create_connection", ["ECONNREFUSED", "ETIMEDOUT"]),
+    (socket, "create_connection", ["ECONNREFUSED", "ETIMEDOUT", "EMFILE"]),
+    (socket, "create_server", ["EADDRNOTAVAIL", "EMFILE"]),
+    (socket.socket, "accept", ["EMFILE", "ECONNABORTED"]),
+    (ssl.SSLSocket, "do_handshake", ["ECONNRESET", "ETIMEDOUT"]),
+    (ssl.SSLSocket, "sendall", ["EPIPE", "ETIMEDOUT"]),
+    (ssl.SSLSocket, "recv_into", ["ECONNRESET", "ETIMEDOUT"]),
     (subprocess, "run", ["EAGAIN", "ENOMEM"]),
     (ctypes, "CDLL", ["EIO"]),
     (time, "time", [JUMP, BACK]),
@@ -81,8 +94,9 @@ class Fault:
 class Layer:
     """Counts the calls of this process; does the fault where it is due."""
 
-    def __init__(self, role: str, fault: Fault | None, claim: Path | None, record: Path | None) -> None:
-        self.role, self._fault, self._claim, self._record = role, fault, claim, record
+    def __init__(self, role: str, fault: Fault | None, folder: Path, record: bool = False) -> None:
+        """`folder` receives the files `fired`, which claims the fault, and, with `record`, `sites`."""
+        self.role, self._fault, self._folder, self._record = role, fault, folder, record
         self._passed: Counter[tuple[str, str]] = Counter()
         self._clock = 0.0
 
@@ -90,6 +104,14 @@ class Layer:
         """This process, just forked, has another role."""
         self.role = role
         self._passed.clear()
+
+    def environment(self, role: str) -> dict[str, str]:
+        """The variables with which a new interpreter installs this layer."""
+        fault = None if self._fault is None else [list(self._fault.site), self._fault.do]
+        return {
+            VARIABLE: json.dumps([role, fault, str(self._folder), self._record]),
+            "PYTHONPATH": os.pathsep.join(map(str, (SITE, Path(__file__).parents[3]))),
+        }
 
     def call(self, name: str, original: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         caller = calling_function()
@@ -100,8 +122,8 @@ class Layer:
         if occurrence >= OCCURRENCES:
             return self._plain(name, original, arguments, named)
         site = Site(self.role, name, caller, occurrence)
-        if self._record is not None:
-            note(self._record, "\t".join(map(str, site)))
+        if self._record:
+            note(self._folder / "sites", *site)
         if self._fault is None or site != self._fault.site or not self._claim_fault():
             return self._plain(name, original, arguments, named)
         return self._do(self._fault.do, name, original, arguments, named)
@@ -129,9 +151,8 @@ class Layer:
         return result
 
     def _claim_fault(self) -> bool:
-        assert self._claim is not None
         try:
-            os.close(_os_open(self._claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.close(_os_open(self._folder / "fired", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return False
         return True
@@ -197,8 +218,31 @@ def faults_of(call: str) -> list[str]:
 _os_open, _os_write = os.open, os.write
 
 
-def note(path: Path, line: str) -> None:
-    """Appends a line past the layer, whole whoever else appends."""
+def note(path: Path, *fields: object) -> None:
+    """Appends one line past the layer, whole whoever else appends."""
+    line = "\t".join(str(one).replace("\n", " | ") for one in fields)
     descriptor = _os_open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     _os_write(descriptor, line.encode() + b"\n")
     os.close(descriptor)
+
+
+def note_keeper(folder: Path, role: str) -> None:
+    """Notes in `trace` which process this keeper is, and every error that ends it or one of its threads."""
+    from holdfast.system.processes import start_time
+
+    note(folder / "trace", "keeper", role, os.getpid(), start_time(os.getpid()))
+
+    def died(kind: Any, error: Any, trace: Any) -> None:
+        traceback.print_exception(kind, error, trace)
+        place = traceback.extract_tb(trace)[-1] if trace else None
+        note(folder / "trace", "keeper died", role, kind.__name__, error, place)
+
+    sys.excepthook = died
+    threading.excepthook = lambda event: died(event.exc_type, event.exc_value, event.exc_traceback)
+
+
+def install_from_environment() -> None:
+    role, fault, folder, record = json.loads(os.environ[VARIABLE])
+    chosen = None if fault is None else Fault(Site(*fault[0]), fault[1])
+    install(Layer(role, chosen, Path(folder), record))
+    note_keeper(Path(folder), role)

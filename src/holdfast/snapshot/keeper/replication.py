@@ -133,6 +133,7 @@ class Replicator:
         self._shipping: threading.Thread | None = None
         self._partial: dict[tuple[str, int], set[int]] = {}
         self._lock = threading.Lock()
+        self._closed = False
         address = own_address(run_memory)
         self._listener = socket.create_server((address, 0))
         record = {"node": run_memory.node, "address": address, "port": self._listener.getsockname()[1]}
@@ -149,14 +150,17 @@ class Replicator:
             self._shipping.start()
 
     def close(self) -> None:
+        self._closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`; close alone does not
         self._listener.close()
         node_file(self._place, self._place.node).unlink(missing_ok=True)
 
     def _ship_newest(self, peer: str, settings: dict[str, Any]) -> None:
-        arenas = newest_generation(open_arenas(self._place.arenas(), self._place.key))
-        held = _chosen(arenas)
-        headers = [found.header for found in held]
+        opened: list[Arena] = []
         try:
+            opened = open_arenas(self._place.arenas(), self._place.key)
+            held = _chosen(newest_generation(opened))
+            headers = [found.header for found in held]
             if not held or headers == self._shipped:
                 time.sleep(0.05)
                 return
@@ -172,10 +176,10 @@ class Replicator:
                     "snapshot", step=step, outcome="peer", node=peer, seconds=time.perf_counter() - begin
                 )
         except (OSError, HoldfastError, struct.error) as error:
-            print(f"step {step} could not be shipped to {peer}: {error}; trying again", flush=True)
+            print(f"the newest step could not be copied to {peer}: {error}; trying again", flush=True)
             time.sleep(0.5)
         finally:
-            for arena in arenas:
+            for arena in opened:
                 arena.close()
 
     def _ship(self, peer: str, held: ReadySlot, rate: float) -> None:
@@ -206,8 +210,12 @@ class Replicator:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                print(f"a connection of a peer cannot be accepted: {error}; waiting for the next one", flush=True)
+                time.sleep(0.5)
+                continue
             if not self._connections.acquire(blocking=False):
                 connection.close()
                 continue

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.folder import LATEST, checkpoints_in, point_latest
+from holdfast.checkpoint.folder import remove_dead_temporaries as remove_unfinished_checkpoints
 from holdfast.snapshot.keeper.checkpoint_writer import (
     all_passed,
     is_published,
@@ -76,16 +77,24 @@ class Keeper:
         self._ending = True
 
     def run(self) -> None:
-        release_killed_keepers(self.run_memory)
-        clear_failed_save(self.run_memory)
+        recovered = False
         while self.run_memory.path.exists():
             try:
+                if not recovered:
+                    self._release_killed_keeper()
+                    recovered = True
                 if self._round():
                     return
             except (HoldfastError, OSError) as error:
                 self._report_error(f"{type(error).__name__}: {error}; trying again")
                 time.sleep(1.0)
             time.sleep(ROUND_SECONDS)
+
+    def _release_killed_keeper(self) -> None:
+        """What a killed keeper left: pins, its record of a failed save, a checkpoint that it wrote or removed."""
+        release_killed_keepers(self.run_memory)
+        clear_failed_save(self.run_memory)
+        remove_unfinished_checkpoints(self.run_memory.folder / "checkpoints")
 
     def _round(self) -> bool:
         """Looks at everything once; True when the run has ended and its memory is freed."""
@@ -380,23 +389,34 @@ class Keeper:
 
 
 def main(path: str) -> None:
-    folder = Path(path)
-    record = read_json(folder / "run.json")
-    if record is None:
-        sys.exit(f"{path} is not the memory of a run")
-    run_memory = RunMemory(folder, record["name"], Path(record["folder"]))
-    lock = lock_keeper(run_memory)
-    if lock is None:
+    try:
+        opened = _open(Path(path))
+    except (HoldfastError, OSError) as error:
+        sys.exit(f"the keeper cannot start: {error}")
+    if opened is None:
         return
-    os.nice(5)
-    status = claim_status(run_memory)
-    write_json(folder / "keeper.json", {"process": os.getpid(), "since": time.time()})
+    run_memory, status, _lock = opened
     print(f"keeper {os.getpid()} keeps {run_memory.name}", flush=True)
     try:
         Keeper(run_memory, status).run()
     except BaseException as error:
         status.set_error_text(f"{type(error).__name__}: {error}")
         raise
+
+
+def _open(folder: Path) -> tuple[RunMemory, RankStatus, int] | None:
+    """The run's memory, the keeper's status page, and the descriptor of its lock; None if the run has a keeper already."""
+    record = read_json(folder / "run.json")
+    if record is None:
+        raise HoldfastError(f"{folder} is not the memory of a run")
+    run_memory = RunMemory(folder, record["name"], Path(record["folder"]))
+    lock = lock_keeper(run_memory)
+    if lock is None:
+        return None
+    os.nice(5)
+    status = claim_status(run_memory)
+    write_json(folder / "keeper.json", {"process": os.getpid(), "since": time.time()})
+    return run_memory, status, lock
 
 
 if __name__ == "__main__":
