@@ -1,10 +1,11 @@
 """Faults in the system calls of Holdfast, one per process tree, chosen by seed.
 
-`install` replaces the functions of os, io, mmap, fcntl, socket, ssl, subprocess, ctypes and time that open, write, sync, rename,
-map, lock, connect, send, receive, start a process or read a clock. A call counts if it comes from a module in `MODULES`, directly
-or by way of pathlib, shutil and ssl; its site is the call and the function that makes it. One call (site, occurrence, role of
-the process) fails, stalls, shifts the clock or ends the process with SIGKILL; a file claims the fault, so that it happens once however
-many processes there are. The same functions record which sites an undisturbed run passes.
+`install` replaces the functions of os, io, mmap, fcntl, socket, ssl, subprocess, ctypes and time that open, write,
+sync, rename, map, lock, connect, send, receive, start a process or read a clock. A call counts if it comes from a
+module in `MODULES`, directly or by way of pathlib, shutil and ssl; its site is the call and the function that makes it.
+One call (site, occurrence, role of the process) fails, stalls, shifts the clock or ends the process with SIGKILL; a
+file claims the fault, so that it happens once however many processes there are. The same functions record which sites
+an undisturbed run passes.
 
 A forked process inherits the layer. A new interpreter installs it itself: `environment` gives the variables that make the
 `sitecustomize` in the folder `site` do so.

@@ -37,7 +37,8 @@ SHORTER = {
         "SAVE_PATIENCE": 5.0,
         "VERIFY_SECONDS": 0.2,
         "LISTEN_SECONDS": 0.2,
-        "MEETING_PATIENCE": 3.0,
+        "MEETING_PATIENCE": 2.0,
+        "WRITE_SECONDS": 2.0,
     },
 }
 

@@ -1,5 +1,6 @@
 """Keepers of several nodes agree on the step they write; by themselves, and after crashes of real runs."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -164,6 +165,29 @@ def test_a_node_with_a_slow_disk_is_waited_for_as_long_as_it_writes(pair, oracle
     assert hash_on_disk(pair, step) == oracle(pair)[step]
     files = {path.name for path in checkpoints.rglob("*") if path.is_file()}
     assert files == {"latest", "MANIFEST.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"}
+
+
+@pytest.mark.distributed
+def test_nodes_write_again_together_after_the_disk_of_the_first_one_failed(pair, oracle, halves, monkeypatch):  # noqa: F811
+    """The keeper of rank 0 fails once and removes what both wrote: the other one writes its part again."""
+    arenas, step = halves
+    publish_step, failures = persisting.publish_step, [OSError(28, "injected: no space left on device")]
+
+    def fail_once(*paths):
+        if failures:
+            raise failures.pop()
+        publish_step(*paths)
+
+    def write_until_done(half):
+        for _ in range(3):
+            with contextlib.suppress(HoldfastError):
+                return persisting.write_checkpoint(half, step, pair.folder / "checkpoints", patience=20.0)
+        return None
+
+    monkeypatch.setattr(persisting, "publish_step", fail_once)
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(write_until_done, arenas))) == 1
+    assert not failures and hash_on_disk(pair, step) == oracle(pair)[step]
 
 
 @pytest.mark.distributed

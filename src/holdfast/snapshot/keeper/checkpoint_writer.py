@@ -159,6 +159,8 @@ def _follow(
             _write_entry(temporary, found, rank in facts["writers"])
     others = _Watch(temporary, 2 * patience, besides=own)
     while not is_published(final, facts["token"]):
+        if _was_removed(temporary, own) and not is_published(final, facts["token"]):
+            raise HoldfastError(f"the keeper of rank 0 could not complete {final}")
         if others.is_over():
             shutil.rmtree(temporary, ignore_errors=True)
             complete = _complete_set(facts, held)
@@ -167,6 +169,11 @@ def _follow(
             _write_alone(held, complete, new_temporary(final.parent, held[complete[0]].header.step), final)
         time.sleep(0.05)
     shutil.rmtree(temporary, ignore_errors=True)  # where this node came too late
+
+
+def _was_removed(temporary: Path, rank: int) -> bool:
+    """Whether the keeper of rank 0 failed and removed what this rank wrote, or the folder has its final name already."""
+    return not _entry_path(temporary, rank).exists() and not (temporary / FILE_NAME).exists()
 
 
 class _SignOfLife:
@@ -248,7 +255,11 @@ def _write_entry(folder: Path, held: ReadySlot, writes: bool) -> None:
         "small": held.small,
     }
     held.check_unchanged()
-    write_json(folder / f"rank-{held.arena.rank:05d}{ENTRY_SUFFIX}", record)
+    write_json(_entry_path(folder, held.arena.rank), record)
+
+
+def _entry_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}{ENTRY_SUFFIX}"
 
 
 def _read_entries(folder: Path) -> list[dict[str, Any]]:

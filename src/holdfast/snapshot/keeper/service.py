@@ -56,6 +56,8 @@ LISTEN_SECONDS = 10.0
 SAVE_PATIENCE = 60.0
 MEETING_PATIENCE, MEETING_PATIENCE_AT_THE_END = 15.0, 5.0
 ENDING_SECONDS = 20.0
+WRITE_SECONDS = 15.0
+"""how long the keepers of several nodes wait for one that shows no life while they write a step"""
 
 
 class Keeper:
@@ -271,7 +273,7 @@ class Keeper:
         slots = [found for arena in arenas if (found := find_ready(arena, step))]
         with pinned(slots):
             checkpoints, kept = self.run_memory.folder / "checkpoints", (job.resumed, self._written)
-            path = write_checkpoint(arenas, step, checkpoints, job.retention, alone=job.alone, kept=kept)
+            path = write_checkpoint(arenas, step, checkpoints, job.retention, WRITE_SECONDS, job.alone, kept)
         self._written.add(step)
         clear_failed_save(self.run_memory)
         if arenas[0].rank == 0:  # one word per checkpoint, however many nodes wrote it
