@@ -111,7 +111,7 @@ def persist(options: PersistOptions) -> None:
 
 def persist_now(run_memory: Any, stop: bool) -> Path:
     """Asks the keeper; one is started where there is none."""
-    from holdfast.snapshot.keeper.starting import start_keeper
+    from holdfast.snapshot.keeper.client import start_keeper
     from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, write_json
 
     name = f"{time.time_ns():020d}-persist"

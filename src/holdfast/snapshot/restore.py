@@ -25,8 +25,8 @@ from holdfast.checkpoint.loading import load, load_into, refuse_unused
 from holdfast.checkpoint.manifest import merge_settings
 from holdfast.checkpoint.reader import Bytes, Tensors
 from holdfast.checkpoint.state import State
+from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.keeper.replication import PULLED, pull
-from holdfast.snapshot.keeper.starting import start_keeper
 from holdfast.snapshot.memory.arena import READY, Arena, DamagedError, Slot, forget
 from holdfast.snapshot.memory.random_state import set_random_state
 from holdfast.snapshot.memory.run_memory import SERVE, RunMemory, open_arenas

@@ -32,8 +32,7 @@ import torch.distributed as dist
 from holdfast.checkpoint.collective import agree
 from holdfast.checkpoint.json_state import encode
 from holdfast.checkpoint.state import State
-from holdfast.snapshot.keeper.client import KeeperClient
-from holdfast.snapshot.keeper.starting import start_keeper
+from holdfast.snapshot.keeper.client import KeeperClient, start_keeper
 from holdfast.snapshot.memory.arena import DamagedError
 from holdfast.snapshot.memory.copier import Copy
 from holdfast.snapshot.memory.random_state import Extra, random_state

@@ -33,11 +33,14 @@ SHORTER = {
     },
     "keeper.service": {
         "ROUND_SECONDS": 0.02,
-        "RETRY_SECONDS": 0.2,
-        "SAVE_PATIENCE": 5.0,
+        "FAILED_ROUND_SECONDS": 0.2,
         "VERIFY_SECONDS": 0.2,
         "LISTEN_SECONDS": 0.2,
-        "MEETING_PATIENCE": 2.0,
+    },
+    "keeper.save_queue": {
+        "RETRY_SECONDS": 0.2,
+        "COPY_SECONDS": 5.0,
+        "AGREEMENT_SECONDS": 2.0,
         "WRITE_SECONDS": 2.0,
     },
 }
@@ -85,8 +88,8 @@ def _run_rank(start: Start, rank: int) -> None:
         if start.interpreter:
             os.environ.update(start.layer.environment(role))
         else:
-            starting = importlib.import_module("holdfast.snapshot.keeper.starting")
-            starting.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+            client = importlib.import_module("holdfast.snapshot.keeper.client")
+            client.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
                 run=lambda command, **named: _fork_keeper(start, role, command[-1], named), DEVNULL=None, PIPE=None
             )
         _train(start, rank)

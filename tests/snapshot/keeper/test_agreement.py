@@ -16,50 +16,56 @@ import pytest
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.snapshot.keeper import checkpoint_writer as persisting
-from holdfast.snapshot.keeper.agreement import Meeting
-from holdfast.snapshot.memory.ready_slot import common_steps
-from holdfast.snapshot.memory.run_memory import open_arenas
+from holdfast.snapshot.keeper import save_queue
+from holdfast.snapshot.keeper.agreement import StepAgreement
+from holdfast.snapshot.memory.ready_slot import common_steps, find_ready
+from holdfast.snapshot.memory.run_memory import open_arenas, write_json
 from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import Journal
 from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
 from tests.snapshot.keeper.test_replication import pair, places, stop_everything  # noqa: F401
 from tests.snapshot.keeper.test_service import hash_on_disk
 
 
 def nodes(folder, count):
-    return [Meeting(folder, node, count) for node in range(count)]
+    names = [f"host-{node}" for node in range(count)]
+    members = [StepAgreement(folder, name) for name in names]
+    for member in members:
+        member.nodes = names
+    return members
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_get_the_newest_step_that_all_hold_in_whatever_order_they_come(tmp_path, seed):
     chance = random.Random(seed)
     members = nodes(tmp_path, chance.randrange(2, 6))
-    for _ in range(3):  # errand after errand, in the same folder
+    for _ in range(3):  # one agreement after another, in the same folder
         newest = chance.randrange(2, 100)
         held = [[newest - behind, newest - behind - 1] for behind in (chance.choice([0, 1]) for _ in members)]
         expected = max(set.intersection(*map(set, held)))
-        stamps = [chance.randbytes(8).hex() for _ in members]
+        proposals = [chance.randbytes(8).hex() for _ in members]
         answers = [None] * len(members)
         while None in answers:
             node = chance.randrange(len(members))
-            answers[node] = members[node].agree(stamps[node], held[node])
+            answers[node] = members[node].agree(proposals[node], held[node])
             assert answers[node] in (None, expected)
-        assert not any(member.waiting() for member in members)
+        assert not any(member.undecided() for member in members)
     members[0].close()
-    assert all(member.over() for member in members) and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
-def test_nobody_is_answered_with_a_choice_that_was_made_before_it_asked(tmp_path):
+def test_a_decision_answers_only_the_proposals_that_it_is_made_from(tmp_path):
     first, second = nodes(tmp_path, 2)
-    assert first.agree("a", [7, 6]) is None and second.waiting() == {"a"}
+    assert first.agree("a", [7, 6]) is None and second.undecided() == {"a"}
     assert second.agree("b", [6, 5]) is None
     assert first.agree("a", [7, 6]) == 6 == second.agree("b", [6, 5])
-    assert second.agree("c", [6, 5]) is None and first.waiting() == {"c"}
-    assert first.agree("a", [7, 6]) == 6, "its own errand was answered"
+    assert second.agree("c", [6, 5]) is None and first.undecided() == {"c"}
+    assert first.agree("a", [7, 6]) == 6, "its own proposal was decided"
     assert second.agree("c", [6, 5]) is None
     assert first.agree("d", [7, 6]) == 6 == second.agree("c", [6, 5])
 
 
-def test_what_a_keeper_left_behind_that_is_gone_misleads_at_most_once(tmp_path):
+def test_the_proposal_of_a_killed_keeper_is_used_at_most_once(tmp_path):
     first, second = nodes(tmp_path, 2)
     second.agree("before it was killed", [3])
     assert first.agree("a", [9, 3]) == 3
@@ -68,15 +74,15 @@ def test_what_a_keeper_left_behind_that_is_gone_misleads_at_most_once(tmp_path):
     assert first.agree("b", [9, 8]) == 9
 
 
-def test_who_left_is_not_counted_on(tmp_path):
+def test_a_withdrawn_proposal_does_not_count(tmp_path):
     first, second = nodes(tmp_path, 2)
     second.agree("b", [5])
-    second.leave("b")
-    assert first.agree("a", [5]) is None and not first.waiting()
+    second.withdraw("b")
+    assert first.agree("a", [5]) is None and not first.undecided()
     second.agree("c", [5])
     assert first.agree("a", [5]) == 5
-    second.leave("c")
-    assert second.agree("c", [5]) == 5, "an answer is not taken back"
+    second.withdraw("c")
+    assert second.agree("c", [5]) == 5, "a decision is not withdrawn"
 
 
 @pytest.mark.distributed
@@ -188,6 +194,31 @@ def test_nodes_write_again_together_after_the_disk_of_the_first_one_failed(pair,
     with ThreadPoolExecutor(2) as pool:
         assert len(set(pool.map(write_until_done, arenas))) == 1
     assert not failures and hash_on_disk(pair, step) == oracle(pair)[step]
+
+
+@pytest.mark.distributed
+def test_a_save_that_one_node_alone_was_asked_for_is_dropped_after_a_newer_one(pair, halves, monkeypatch):  # noqa: F811
+    """The ranks of the other node were killed before they wrote their request: it never writes its part of that step."""
+    arenas, newest = halves
+    monkeypatch.setattr(save_queue, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(save_queue, "RETRY_SECONDS", 0.0)
+    node = places(pair)[1]
+    queue = save_queue.SaveQueue(node, Journal(pair.folder / "events.jsonl"), print)
+    queue.agreement.nodes = [place.node for place in places(pair)]
+    older = min(set.intersection(*(set(common_steps(half)) for half in arenas)))
+    assert older < newest
+    for step in (older, newest):
+        token = find_ready(arenas[1][0], step).small["token"]
+        write_json(node.requests / f"{step}.json", {"kind": "save", "step": step, "token": token})
+    queue.read()
+    queue.work()
+    assert queue, "both are tried again"
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(persisting.write_checkpoint, arenas[0], newest, pair.folder / "checkpoints", patience=20.0)
+        wait_for(lambda: queue.work() or other.done(), "the newer step")
+    assert other.result().name == f"step-{newest:08d}"
+    wait_for(lambda: queue.work() or not queue, "the older request to be dropped", 20)
+    assert not list(node.requests.iterdir())
 
 
 @pytest.mark.distributed

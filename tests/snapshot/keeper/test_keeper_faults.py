@@ -10,9 +10,9 @@ import time
 import pytest
 
 from holdfast.snapshot.keeper import client as keeper_client
+from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.keeper.failed_saves import record_failed_save
 from holdfast.snapshot.keeper.rank_watch import Silence
-from holdfast.snapshot.keeper.starting import start_keeper
 from holdfast.snapshot.memory.arena import KEEPER, SLOTS, Arena
 from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, remove_stale, write_json
 from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, status_page_name
@@ -231,7 +231,7 @@ import socket, sys
 from pathlib import Path
 socket.sethostname("name.invalid")
 from holdfast.snapshot.memory.run_memory import RunMemory, write_json
-from holdfast.snapshot.keeper.starting import start_keeper
+from holdfast.snapshot.keeper.client import start_keeper
 place = RunMemory.of(sys.argv[1], sys.argv[2], sys.argv[3])
 write_json(place.path / "settings.json", {"nodes": [place.node, "another-host:/memory"], "here": [0], "mode": "peer"})
 start_keeper(place)

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.checkpoint import load, open_checkpoint
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.snapshot.keeper.starting import start_keeper
+from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, read_json, write_json
 from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError

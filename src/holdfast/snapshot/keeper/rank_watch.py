@@ -41,7 +41,7 @@ class RankWatch:
         self._reported: set[tuple[int, int, str]] = set()
         self._silences: dict[tuple[int, int], Silence] = {}
 
-    def look(self, pages: dict[int, RankStatus], settings: dict[str, Any]) -> list[str]:
+    def check(self, pages: dict[int, RankStatus], settings: dict[str, Any]) -> list[str]:
         """What is new: `died` or `hung`, once for each rank that did."""
         patience, kill_hung = settings.get("hang_seconds", 600.0), bool(settings.get("kill_hung"))
         found = []
