@@ -11,7 +11,7 @@ _HOMES: dict[str, str] = {
     "generate": "holdfast.generation.engine",
     "fetch": "holdfast.assets.fetching",
     "IndexedDataset": "holdfast.data.indexed",
-    "preprocess": "holdfast.data.preprocess.options",
+    "preprocess": "holdfast.data.preprocess.run",
 }
 
 __all__ = sorted(_HOMES)

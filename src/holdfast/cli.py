@@ -65,9 +65,6 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench generate": ("holdfast.bench.generate:bench", "measure generation beside Hugging Face's generate"),
 }
 
-# What takes long to get ready is called before the command line is read, by a program that has done nothing else yet.
-AHEAD = {"preprocess": "holdfast.data.preprocess.ahead:call_ahead"}
-
 
 def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The verb (one word, or two as in `tokenizer train`) and its arguments."""
@@ -135,8 +132,6 @@ def run(arguments: Sequence[str]) -> None:
 def main() -> None:
     arguments = sys.argv[1:]
     try:
-        if arguments[:1] and arguments[0] in AHEAD and not {"-h", "--help"}.intersection(arguments):
-            load(AHEAD[arguments[0]])()
         run(arguments)
         # The process ends here: a last garbage collection would take longer than all other steps of the exit.
         gc.freeze()

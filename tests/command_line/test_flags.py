@@ -13,7 +13,7 @@ import holdfast
 from holdfast.command_line import flags
 from holdfast.command_line.help import help_text
 from holdfast.config import all_keys
-from holdfast.data.command import PreprocessOptions
+from holdfast.data.preprocess.options import PreprocessOptions
 from holdfast.generation.command import GenerateOptions
 from holdfast.system.errors import UsageError
 from holdfast.train.command import TrainOptions, parse

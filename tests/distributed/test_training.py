@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.config import OptimizerConfig, ParallelConfig, read_config
-from holdfast.data.preprocess.options import preprocess
+from holdfast.data.preprocess.run import preprocess
 from holdfast.parallel.layout import layout_of, padded_vocab_size
 from holdfast.parallel.mesh import build_grid
 from holdfast.parallel.parallelize import parallelize

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from holdfast.command_line import flags as command_line
-from holdfast.data.command import PreprocessOptions
+from holdfast.data.preprocess.options import PreprocessOptions
 from holdfast.train.command import parse
 from tests.launch.test_kubernetes import KINDS, check, pod_templates
 

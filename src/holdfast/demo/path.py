@@ -40,7 +40,7 @@ class Training:
 
 def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
     """Text, tokenizer, dataset. Returns the tokenizer's folder, the dataset's prefix and the numbers."""
-    from holdfast.data.preprocess.options import preprocess
+    from holdfast.data.preprocess.run import preprocess
     from holdfast.data.sources.texts import Texts
     from holdfast.tokenizers.training import train_tokenizer
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.system.errors import HoldfastError
-from holdfast.tokenizers import tables
 from holdfast.tokenizers.recipe import Recipe
 
 Flat = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
@@ -33,7 +32,12 @@ class FastEngine:
     def __init__(self, recipe: Recipe) -> None:
         from importlib.metadata import version
 
-        self._native = tables.build(recipe.definition)
+        # The library sizes its thread pools when it first encodes; one process here is one worker and computes alone.
+        os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")
+        from fastokens._native import Tokenizer
+
+        self._native: Any = Tokenizer.from_json_str(recipe.definition)
         self.name = f"fastokens {version('fastokens')}"
         self._special = recipe.special_tokens
 

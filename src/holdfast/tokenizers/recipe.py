@@ -11,13 +11,11 @@ from typing import Any, Literal, get_args
 
 import orjson
 
-from holdfast.config import TokenizerType
 from holdfast.system.errors import HoldfastError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 MERGE = re.compile(r"^(?!#version)[^ \n]* [^ \n]*$", re.MULTILINE)
 SPECIAL_NAMES = ("special_tokens_map.json", "tokenizer_config.json")
-TYPES: tuple[str, ...] = get_args(TokenizerType)
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,7 @@ def source_files(
         }
     if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         return {"vocab_file": ("vocab.txt", needed_file(vocab_file, "--vocab-file", tokenizer_type))}
-    if tokenizer_type not in TYPES:
-        import difflib
-
-        near = difflib.get_close_matches(tokenizer_type, TYPES, n=1, cutoff=0.4)
-        hint = f"; perhaps you meant {near[0]}" if near else ""
-        raise UsageError(f"there is no tokenizer type '{tokenizer_type}'{hint} (known: {', '.join(TYPES)})")
+    _check_type(tokenizer_type)
     model = needed_file(tokenizer_model, "--tokenizer-model", tokenizer_type)
     if tokenizer_type != "HuggingFaceTokenizer":
         # The name of a tiktoken file says how it splits text.
@@ -112,6 +105,18 @@ def source_files(
         )
     beside = {name: (name, model.parent / name) for name in SPECIAL_NAMES if (model.parent / name).is_file()}
     return {"tokenizer_model": ("tokenizer.json", model), **beside}
+
+
+def _check_type(tokenizer_type: str) -> None:
+    from holdfast.config import TokenizerType  # slow to load, and a worker does not need it
+
+    types: tuple[str, ...] = get_args(TokenizerType)
+    if tokenizer_type not in types:
+        import difflib
+
+        near = difflib.get_close_matches(tokenizer_type, types, n=1, cutoff=0.4)
+        hint = f"; perhaps you meant {near[0]}" if near else ""
+        raise UsageError(f"there is no tokenizer type '{tokenizer_type}'{hint} (known: {', '.join(types)})")
 
 
 def needed_file(path: str | Path | None, flag: str, tokenizer_type: str) -> Path:

@@ -4,8 +4,10 @@ Byte-level BPE gives GPT-2's vocab.json and merges.txt, WordPiece gives BERT's v
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +15,6 @@ import orjson
 
 from holdfast.system.atomic_files import check_can_write, publish_bytes
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.tokenizers.background import Background
 from holdfast.tokenizers.recipe import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -86,16 +87,23 @@ class _Counted:
 
 
 def _interruptibly(learn: Callable[[], dict[str, bytes]], texts: _Counted) -> dict[str, bytes]:
-    """What `learn` returns. The library does not hear Ctrl-C for minutes: it works in a thread, which ends with the program."""
-    thread = Background(learn)
+    """Runs `learn` in a thread that ends with the program: the library does not react to Ctrl-C for minutes."""
+    learnt: Future[dict[str, bytes]] = Future()
+
+    def work() -> None:
+        try:
+            learnt.set_result(learn())
+        except BaseException as error:
+            learnt.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
     try:
-        while thread.is_alive():
-            thread.join(0.1)
-    except BaseException:
+        return learnt.result()
+    except KeyboardInterrupt:
         texts.wanted = False
         thread.join(GOODBYE_SECONDS)
         raise
-    return thread.result()
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, bytes]:

@@ -160,10 +160,10 @@ def test_lines_that_were_skipped_stop_a_run_that_must_not_skip_them(
 ) -> None:
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(b"\n".join(lines_with_bad(100, 3)))
-    import holdfast.data.preprocess.run as making
+    import holdfast.data.preprocess.build as building
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(making, "publish_pairs", interrupt)
+        patched.setattr(building, "publish_pairs", interrupt)
         make(source, out, small_bpe, on_bad_line="skip")
     with pytest.raises(HoldfastError, match="a.jsonl:4: bad line"):
         make(source, out, small_bpe)

@@ -78,7 +78,7 @@ def test_the_joined_dataset_has_a_record_and_replaces_no_other(tmp_path: Path, s
 
 
 @pytest.mark.parametrize(
-    ("source", "index", "message"), [("a.jsonl", 4, "count from 0 to 3"), ("-", None, "cannot be shared")]
+    ("source", "index", "message"), [("a.jsonl", 4, "count from 0 to 3"), ("-", None, "cannot be partitioned")]
 )
 def test_what_cannot_be_shared_is_refused(
     tmp_path: Path, small_bpe: TokenizerFiles, source: str, index: int | None, message: str

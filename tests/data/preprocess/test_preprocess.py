@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast.data.preprocess.run as module
+import holdfast.data.preprocess.build as module
 from holdfast import IndexedDataset, preprocess
 from holdfast.data.preprocess.encode import _insert
 from holdfast.system.errors import HoldfastError, UsageError

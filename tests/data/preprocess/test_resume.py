@@ -105,14 +105,20 @@ def test_what_is_done_is_not_done_again(
     assert pair(tmp_path / "out_text_document") == expected
 
 
-def test_control_c_ends_it_with_its_workers_and_no_final_name(
-    tmp_path: Path, source: Path, small_bpe: TokenizerFiles, expected: tuple[bytes, bytes]
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_control_c_and_sigterm_end_it_with_its_workers_and_no_final_name(
+    tmp_path: Path,
+    source: Path,
+    small_bpe: TokenizerFiles,
+    expected: tuple[bytes, bytes],
+    number: int,
+    status: int,
 ) -> None:
     process = start(command(source, tmp_path / "out", small_bpe))
     wait_for(lambda: (tmp_path / "out.preprocessing/0.bin").exists() and len(descendants(process)) >= 2, process)
     children = descendants(process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    process.send_signal(number)
+    assert process.wait(60) == status
     wait_gone(children)
     assert not list(tmp_path.glob("out_text*"))
     preprocess(source, tmp_path / "out", **small_bpe.arguments(), append_eod=True)  # type: ignore[arg-type]
@@ -120,7 +126,6 @@ def test_control_c_ends_it_with_its_workers_and_no_final_name(
 
 
 def test_nothing_is_left_of_a_call_that_was_wrong(tmp_path: Path) -> None:
-    """Workers are called before the command line is read."""
     words = [
         sys.executable,
         "-m",
@@ -165,8 +170,7 @@ def test_a_killed_worker_is_reported_and_the_next_call_goes_on(
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 2, process)  # type: ignore[arg-type]
     children = psutil.Process(process.pid).children(recursive=True)
-    leader = psutil.Process(process.pid).children()[0]
-    os.kill(leader.children()[0].pid, signal.SIGKILL)
+    os.kill(children[-1].pid, signal.SIGKILL)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "a worker was killed by signal 9; most likely memory ran out" in errors

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import preprocess
-from holdfast.data.preprocess.units import Share, plan
+from holdfast.data.preprocess.units import Partition, plan
 from holdfast.data.sources import InputFile, source_named
 from holdfast.data.sources.compressed import decoding_starts
 from holdfast.data.sources.inputs import find_inputs
@@ -244,7 +244,7 @@ def test_blocks_of_whole_lines_lose_nothing(parts: list[bytes], size: int) -> No
 @given(st.lists(st.integers(0, 1000), min_size=1), st.integers(1, 9))
 def test_shares_cover_every_position_once(positions: list[int], count: int) -> None:
     for position in positions:
-        assert sum(Share(index, count).owns(position, 1001) for index in range(count)) == 1
+        assert sum(Partition(index, count).owns(position, 1001) for index in range(count)) == 1
 
 
 @pytest.mark.parametrize("length", [10, 5_000], ids=["short", "long"])

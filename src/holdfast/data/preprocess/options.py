@@ -1,97 +1,98 @@
-"""Text to a Megatron dataset, as a function: checks what it was asked, starts the workers and has the dataset made."""
+"""The declaration of `preprocess`: its options, for the command line and for the library alike."""
 
-import contextlib
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from holdfast.data.preprocess.sentences import language_code
-from holdfast.data.preprocess.workers import Crew
-from holdfast.data.sources import InputFile
-from holdfast.data.sources.inputs import find_inputs
+from holdfast.config import TokenizerType
 from holdfast.system.errors import UsageError
-from holdfast.tokenizers import tables
-from holdfast.tokenizers.recipe import Recipe, read_recipe
-
-if TYPE_CHECKING:
-    from holdfast.data.preprocess.provenance import Summary
-
-SMALL_INPUT_BYTES = 64 << 10
 
 
-def preprocess(
-    input: Sequence[str | Path] | str | Path,
-    output_prefix: str | Path,
-    *,
-    tokenizer_type: str = "GPT2BPETokenizer",
-    vocab_file: str | Path | None = None,
-    merge_file: str | Path | None = None,
-    tokenizer_model: str | Path | None = None,
-    include_special_tokens: bool = True,
-    tokenizer_engine: Literal["auto", "fast", "reference"] = "auto",
-    json_keys: Sequence[str] = ("text",),
-    append_eod: bool = False,
-    split_sentences: bool = False,
-    keep_newlines: bool = False,
-    lang: str = "english",
-    blank_line_documents: bool = False,
-    workers: int | None = None,
-    partitions: int = 1,
-    partition_index: int | None = None,
-    on_bad_line: Literal["fail", "skip"] = "fail",
-    overwrite: bool = False,
-    log_interval: int | None = None,
-) -> "Summary":
-    """Tokenizes documents into one .bin/.idx pair per key. A call that was cut off is continued by the same call."""
-    names = [input] if isinstance(input, (str, Path)) else list(input)
-    if str(output_prefix).endswith("/"):
-        raise UsageError(f"--output-prefix {output_prefix} is a folder: add the beginning of the files' names to it")
-    if not json_keys or len(set(json_keys)) != len(json_keys):
-        raise UsageError("--json-keys wants one or more different keys")
-    if (workers is not None and workers < 1) or partitions < 1 or (log_interval is not None and log_interval < 1):
-        raise UsageError("--workers, --partitions and --log-interval count from 1")
-    if partition_index is not None and partitions == 1:
-        raise UsageError("--partition-index belongs to --partitions N")
-    workers = workers or len(os.sched_getaffinity(0))
-    with contextlib.ExitStack() as stack:
-        # Shares have crews of their own.
-        crew = stack.enter_context(Crew(workers)) if partitions == 1 else None
-        recipe = read_recipe(
-            tokenizer_type, vocab_file, merge_file, tokenizer_model, special_tokens=include_special_tokens
-        )
-        if append_eod and recipe.eod is None:
-            raise UsageError(f"--append-eod: this {tokenizer_type} has no end-of-document token")
-        files = find_inputs(names, blank_line_documents)
-        engine = engine_for(tokenizer_engine, recipe, files)
-        if crew is not None:
-            # The workers get ready while this process still loads what it needs itself.
-            crew.prepare(recipe, engine)
-        from holdfast.data.preprocess.run import Request, run
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions:
+    """Text to a Megatron dataset: PREFIX_KEY_document.bin and .idx, byte for byte as Megatron's preprocess_data.py writes them.
 
-        request = Request(
-            tuple(files),
-            str(output_prefix),
-            recipe,
-            tuple(json_keys),
-            append_eod,
-            language_code(lang) if split_sentences else None,
-            keep_newlines,
-            workers,
-            on_bad_line,
-            overwrite,
-            engine,
-            log_interval,
-        )
-        if crew is not None:
-            return run(request, crew)
-    from holdfast.data.preprocess.partitions import preprocess_partitions
+    A call that was killed continues where it was when it is repeated. Exit code 3: done, but bad lines were skipped.
 
-    return preprocess_partitions(request, partitions, partition_index)
+    Examples:
 
+      holdfast preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
+          --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
+      holdfast preprocess --input 'shards/*.jsonl.zst' --output-prefix wiki --split-sentences \\
+          --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt
+    """
 
-def engine_for(wanted: str, recipe: Recipe, files: Sequence[InputFile]) -> str:
-    """A small input is done with the reference engine before the fast one has built its tables."""
-    plain = all(not file.compression and file.path != "-" for file in files)
-    small = plain and sum(file.size for file in files) < SMALL_INPUT_BYTES
-    return "reference" if wanted == "auto" and small and tables.are_needed(recipe, wanted) else wanted
+    HEADINGS: ClassVar[dict[str, str]] = {
+        "input": "input and output",
+        "tokenizer_type": "tokenizer",
+        "append_eod": "documents and sentences",
+        "workers": "processes",
+        "log_interval": "reporting",
+    }
+
+    input: tuple[str, ...]
+    """Files, globs, folders, or - for standard input: JSON lines, .txt, Wikipedia's .xml (plain or compressed), .parquet."""
+    output_prefix: str
+    """Where the dataset goes; the key and the level are added to it."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys (columns of Parquet) whose texts are tokenized, one dataset for each."""
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    """fail stops at the first line that is not a document; skip leaves it out and lists it in PREFIX.bad.jsonl."""
+    overwrite: bool = False
+    """Replace a dataset that exists, and start over an unfinished run with other settings."""
+    tokenizer_type: TokenizerType = "GPT2BPETokenizer"
+    """Megatron's name of the tokenizer."""
+    vocab_file: str | None = None
+    """vocab.json of a byte-level BPE, vocab.txt of BERT; or a catalog name such as gpt2."""
+    merge_file: str | None = None
+    """merges.txt of a byte-level BPE."""
+    tokenizer_model: str | None = None
+    """tokenizer.json or its folder, SentencePiece model, tiktoken file."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """Leave out what a tokenizer.json adds around each text."""
+    tokenizer_engine: Literal["auto", "fast", "reference"] = "auto"
+    """auto uses the fast engine where it is exact; reference is slow."""
+    append_eod: bool = False
+    """End each document with the end-of-document token."""
+    split_sentences: bool = False
+    """One sequence per sentence, for BERT; the level in the names is then "sentence"."""
+    keep_newlines: bool = False
+    """Keep line breaks at the end of sentences."""
+    lang: str = "english"
+    """Language of the sentences: ISO code or English name."""
+    blank_line_documents: bool = False
+    """A .txt file holds several documents, separated by blank lines, instead of one."""
+    workers: int | None = None
+    """Worker processes. Unset: one per core."""
+    partitions: int = 1
+    """Make the dataset in this many shares and join them."""
+    partition_index: int | None = None
+    """Make only this share (from 0); a call without it joins them."""
+    log_interval: int | None = None
+    """Print Megatron's progress line after every this many documents."""
+    json: bool = False
+    """Print the summary as JSON."""
+
+    @property
+    def worker_count(self) -> int:
+        return self.workers or len(os.sched_getaffinity(0))
+
+    def check(self) -> None:
+        """Raises UsageError for values that contradict each other or are out of range."""
+        if self.output_prefix.endswith("/"):
+            raise UsageError(
+                f"--output-prefix {self.output_prefix} is a folder: add the beginning of the files' names to it"
+            )
+        if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
+            raise UsageError("--json-keys takes one or more different keys")
+        counts = (self.workers, self.partitions, self.log_interval)
+        if any(count is not None and count < 1 for count in counts):
+            raise UsageError("--workers, --partitions and --log-interval count from 1")
+        if self.partition_index is not None and self.partitions == 1:
+            raise UsageError("--partition-index belongs to --partitions N")
+        if self.partitions > 1 and "-" in self.input:
+            raise UsageError("standard input cannot be partitioned: --partitions takes files")
+        if self.partition_index is not None and not 0 <= self.partition_index < self.partitions:
+            raise UsageError(
+                f"--partition-index {self.partition_index}: partitions count from 0 to {self.partitions - 1}"
+            )

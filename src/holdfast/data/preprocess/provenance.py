@@ -6,12 +6,15 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import count_of
+
+if TYPE_CHECKING:
+    from holdfast.data.preprocess.build import DatasetBuild
 
 FORMAT = "holdfast dataset"
 PACKAGES = ("holdfast", "fastokens", "tokenizers", "sentencex", "numpy", "orjson", "zstandard", "pyarrow")
@@ -98,8 +101,40 @@ def versions() -> dict[str, str]:
     return found
 
 
-def describe(summary: Summary, settings: Mapping[str, Any], details: Mapping[str, Any]) -> bytes:
-    content = {"format": FORMAT, "summary": asdict(summary), **details, "settings": settings, "versions": versions()}
+def describe(
+    task: "DatasetBuild",
+    summary: Summary,
+    settings: Mapping[str, Any],
+    sizes: Sequence[tuple[int, int, int]],
+    digests: Mapping[str, str],
+) -> bytes:
+    """The content of the provenance file; `sizes`: bytes, sequences and documents of each output."""
+    recipe = task.recipe
+    content = {
+        "format": FORMAT,
+        "summary": asdict(summary),
+        "outputs": [
+            {
+                "prefix": output,
+                "bin_bytes": size,
+                "idx_bytes": 34 + 12 * sequences + 8 * (documents + 1),
+                "sequences": sequences,
+                "documents": documents,
+                "dtype": str(task.dtype),
+            }
+            for output, (size, sequences, documents) in zip(task.outputs, sizes, strict=True)
+        ],
+        "input_digests_xxh3_128": digests,
+        "tokenizer": {
+            "type": recipe.tokenizer_type,
+            "digest_sha256": recipe.digest,
+            "vocab_size": recipe.vocab_size,
+            "eod": recipe.eod,
+        },
+        "workers": task.options.worker_count,
+        "settings": settings,
+        "versions": versions(),
+    }
     return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
 
 

@@ -11,20 +11,20 @@ from holdfast.data.sources import Unit
 from holdfast.system.progress import count_of, log, progress
 
 if TYPE_CHECKING:
-    from holdfast.data.preprocess.run import Request
+    from holdfast.data.preprocess.build import DatasetBuild
 
 
 class Report:
-    def __init__(self, request: "Request", workspace: Workspace) -> None:
-        self._request, self._workspace = request, workspace
+    def __init__(self, task: "DatasetBuild", workspace: Workspace) -> None:
+        self._task, self._workspace = task, workspace
         self._engine = ""
         self._documents = self._size = 0
         self._start = time.monotonic()
         self._stack = ExitStack()
 
     def __enter__(self) -> "Report":
-        request, state = self._request, self._workspace.state
-        total = sum(file.size for file in request.files) // (request.share.count if request.share else 1)
+        task, state = self._task, self._workspace.state
+        total = sum(file.size for file in task.files) // (task.partition.count if task.partition else 1)
         self._bar = self._stack.enter_context(progress("preprocess", total or None))
         if state.next_unit or self._workspace.waiting:
             log(f"going on after {count_of(state.documents, 'document')} ({self._workspace.folder})")
@@ -33,10 +33,10 @@ class Report:
     def __exit__(self, *details: object) -> None:
         self._stack.close()
 
-    def engine(self, name: str) -> None:
+    def engine(self, name: str, workers: int) -> None:
         if name != self._engine:
             self._engine = name
-            log(f"{self._request.recipe.tokenizer_type} by {name}, {count_of(self._request.workers, 'worker')}")
+            log(f"{self._task.recipe.tokenizer_type} by {name}, {count_of(workers, 'worker')}")
 
     def skipped(self, unit: Unit) -> None:
         """A unit that an earlier call finished."""
@@ -51,7 +51,7 @@ class Report:
             self._documents += part.documents
             self._size += part.size
             seconds = max(time.monotonic() - self._start, 1e-9)
-            interval = self._request.log_interval
+            interval = self._task.options.log_interval
             if interval and self._documents // interval > before // interval:
                 count = self._documents // interval * interval
                 megabytes = self._size / seconds / 1024 / 1024

@@ -1,9 +1,11 @@
-"""Which units a run processes: all of the input, or one of several shares of it.
+"""Which units a run processes: all of the input, or one of several partitions of it.
 
-The invariant: the shares of a plan, one after the other, are the units of the whole; so their datasets, merged, are its dataset.
+The invariant: the partitions of a plan, one after the other, are the units of the whole; so their datasets, merged, are its
+dataset.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +22,8 @@ COMPRESSION = 3  # text is at least this many times as large as what it is compr
 
 
 @dataclass(frozen=True)
-class Share:
-    """Part `index` of `count`, cut by position in the input."""
+class Partition:
+    """Partition `index` of `count`, cut by position in the input."""
 
     index: int
     count: int
@@ -36,17 +38,25 @@ def unit_bytes(files: Sequence[InputFile]) -> int:
     return min(max(total // 64, SMALLEST_UNIT), LARGEST_UNIT)
 
 
-def plan(files: Sequence[InputFile], share: Share | None = None, size: int | None = None) -> Iterator[Unit]:
-    """The units of the share, in the order of the input; `size` is that of a run that began with other units."""
+def most_units(files: Sequence[InputFile]) -> int:
+    """An upper bound of the number of units; only plain JSON lines give one before they are read."""
+    if any(file.source != "jsonl" or file.compression or file.path == "-" for file in files):
+        return sys.maxsize
+    size = unit_bytes(files)
+    return max(1, sum(-(-file.size // size) for file in files))
+
+
+def plan(files: Sequence[InputFile], partition: Partition | None = None, size: int | None = None) -> Iterator[Unit]:
+    """The units of the partition, in the order of the input; `size` is that of a run that began with other units."""
     size = size or unit_bytes(files)
     total = sum(file.size for file in files)
     before = 0
     for file in files:
         for unit in source_named(file.source).units(file, size):
-            if share is None or share.owns(before + unit.position, total):
+            if partition is None or partition.owns(before + unit.position, total):
                 yield unit
             elif unit.how == "fed":
-                break  # such a file goes to one share as a whole: no need to read on
+                break  # such a file goes to one partition as a whole: no need to read on
         before += file.size
 
 

@@ -1,17 +1,16 @@
-"""A worker of `preprocess`: takes units from its connection, writes each as a part, answers with what the part holds.
+"""A worker of `preprocess`: reads units from its connection, writes each as a part, answers with what the part holds.
 
-`muster` is where its process starts. It loads the tokenizer once and forks the other workers, so that a crowd of them shares one
-copy of it. The caller's own process is forked only by the program, before it has loaded anything (`ahead`).
-The invariant: a worker lives no longer than the other end of its connection, and a part that is answered for is complete.
+The invariant: a worker lives no longer than the other end of its connection, and a part that it answers for is complete.
 """
 
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import resource
+import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,34 +20,36 @@ import xxhash
 
 from holdfast.data.preprocess.encode import Encoded, encode_documents
 from holdfast.data.preprocess.sentences import Splitter
-from holdfast.data.sources import Batch, Unit, read_unit
+from holdfast.data.sources import Batch, Unit, Value, read_unit
 from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import Recipe
 from holdfast.tokenizers.tokenizer import EngineChoice, Tokenizer
 
-# A worker whose memory passes this builds its tokenizer anew: engines cache the words they have seen.
+# A worker whose memory passes this builds its tokenizer again: engines cache the words they have seen.
 MEMORY_LIMIT_BYTES = 300 << 20
 REBUILD_AFTER_UNITS = 64
 SAMPLE_TEXT_CHARACTERS = 512
 FIRST_SAMPLE_TEXTS = 24
+STANDARD_INPUT = 0
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all workers of a run are told once."""
+class WorkerSetup:
+    """What every worker of a run needs to know once."""
 
+    recipe: Recipe
+    engine: EngineChoice
     keys: tuple[str, ...]
     eod: int | None
     dtype: str
-    folder: str
     language: str | None = None
-    """Cut texts into sentences of this language."""
+    """Split texts into sentences of this language."""
     keep_newlines: bool = False
 
 
 @dataclass
 class Part:
-    """What a unit came to. The files of the part lie in the folder of the job until they are appended to the dataset."""
+    """An encoded unit. Its files lie in the parts folder until they are appended to the dataset."""
 
     unit: int
     file: int
@@ -64,10 +65,10 @@ class Part:
 
 
 @dataclass
-class Answer:
+class UnitResult:
     part: Part | None = None
     error: str = ""
-    no_room: bool = False
+    disk_full: bool = False
     samples: list[tuple[str, bytes]] = field(default_factory=list)
     """Texts with the ids (uint32) that went into the part, for the caller to compare with the reference engine."""
     memory: int = 0
@@ -77,38 +78,72 @@ def part_path(folder: str | Path, unit: int, key: int) -> Path:
     return Path(folder, f"{unit:010d}-{key}.part")
 
 
-def process_unit(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, number: int, unit: Unit) -> Answer:
-    """Reads, tokenizes and writes one unit. A part file is tokens, then lengths (int32), then document ends (int64)."""
-    part = Part(number, unit.file, weight=unit.weight)
-    answer = Answer(part)
-    digest = xxhash.xxh3_128()
-    lengths: list[list[np.ndarray]] = [[] for _ in job.keys]
-    ends: list[list[np.ndarray]] = [[] for _ in job.keys]
-    part.sequences, part.tokens = [0] * len(job.keys), [0] * len(job.keys)
-    files = [part_path(job.folder, number, key).open("wb", buffering=0) for key in range(len(job.keys))]
-    try:
-        for batch in read_unit(unit, job.keys):
-            digest.update(batch.content)
-            _count(part, batch)
-            for key, values in enumerate(batch.values):
-                if splitter is not None:
-                    values = [splitter.split(value) if isinstance(value, str) else value for value in values]
-                encoded = encode_documents(values, tokenizer, job.eod, job.dtype)
-                if not tokenizer.is_reference:
-                    answer.samples += _sample(encoded, number, tokenizer)
-                _write(files[key], encoded.tokens)
-                lengths[key].append(encoded.lengths)
-                ends[key].append(encoded.documents + part.sequences[key])
-                part.sequences[key] += len(encoded.lengths)
-                part.tokens[key] += len(encoded.tokens)
-        for key, file in enumerate(files):
-            _write(file, np.concatenate([np.empty(0, np.int32), *lengths[key]]))
-            _write(file, np.concatenate([np.empty(0, np.int64), *ends[key]]))
-    finally:
-        for file in files:
-            file.close()
-    part.digest = digest.hexdigest()
-    return answer
+class UnitEncoder:
+    """Reads, tokenizes and writes units. A part file is tokens, then lengths (int32), then document ends (int64)."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._tokenizer = Tokenizer(setup.recipe, setup.engine)
+        release_memory()
+        self._splitter = Splitter(setup.language, setup.keep_newlines) if setup.language else None
+        self._units = 0
+        """Units since the tokenizer was built."""
+
+    @property
+    def engine(self) -> str:
+        return self._tokenizer.engine
+
+    def encode(self, number: int, unit: Unit, folder: Path) -> UnitResult:
+        """Writes the part of a unit; every error becomes part of the result."""
+        try:
+            result = self._write_part(number, unit, folder)
+        except HoldfastError as error:
+            result = UnitResult(error=str(error))
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            result = UnitResult(error=f"{error.strerror}: {error.filename or unit.path}", disk_full=full)
+        except Exception:
+            result = UnitResult(error=f"a worker failed on {unit}:\n{traceback.format_exc()}")
+        result.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return result
+
+    def _write_part(self, number: int, unit: Unit, folder: Path) -> UnitResult:
+        keys = range(len(self._setup.keys))
+        part = Part(number, unit.file, weight=unit.weight, tokens=[0 for _ in keys], sequences=[0 for _ in keys])
+        result = UnitResult(part)
+        digest = xxhash.xxh3_128()
+        lengths: list[list[np.ndarray]] = [[] for _ in keys]
+        ends: list[list[np.ndarray]] = [[] for _ in keys]
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(part_path(folder, number, key).open("wb", buffering=0)) for key in keys]
+            for batch in read_unit(unit, self._setup.keys):
+                digest.update(batch.content)
+                _count(part, batch)
+                for key, values in enumerate(batch.values):
+                    encoded = self._encode_batch(values)
+                    if not self._tokenizer.is_reference:
+                        result.samples += _sample(encoded, number, self._tokenizer)
+                    _write(files[key], encoded.tokens)
+                    lengths[key].append(encoded.lengths)
+                    ends[key].append(encoded.documents + part.sequences[key])
+                    part.sequences[key] += len(encoded.lengths)
+                    part.tokens[key] += len(encoded.tokens)
+            for key, file in enumerate(files):
+                _write(file, np.concatenate([np.empty(0, np.int32), *lengths[key]]))
+                _write(file, np.concatenate([np.empty(0, np.int64), *ends[key]]))
+        part.digest = digest.hexdigest()
+        return result
+
+    def _encode_batch(self, values: list[Value]) -> Encoded:
+        if self._splitter is not None:
+            values = [self._splitter.split(value) if isinstance(value, str) else value for value in values]
+        return encode_documents(values, self._tokenizer, self._setup.eod, self._setup.dtype)
+
+    def limit_memory(self) -> None:
+        """Builds the tokenizer again when its cache has grown too large."""
+        self._units += 1
+        if self._units >= REBUILD_AFTER_UNITS and _resident_bytes() > MEMORY_LIMIT_BYTES:
+            self._tokenizer, self._units = self._tokenizer.fresh_copy(), 0
 
 
 def _count(part: Part, batch: Batch) -> None:
@@ -139,39 +174,8 @@ def _sample(encoded: Encoded, number: int, tokenizer: Tokenizer) -> list[tuple[s
     return samples
 
 
-def serve(job: Job, tokenizer: Tokenizer, connection: Connection) -> None:
-    """The engine's name, then units in, answers out, until the other end is gone."""
-    splitter = Splitter(job.language, job.keep_newlines) if job.language else None
-    # Batches are plain lists and strings without cycles: collecting would only walk over them again and again.
-    gc.disable()
-    connection.send(tokenizer.engine)
-    since_built = 0
-    while True:
-        number, unit = connection.recv()
-        answer = _process(job, tokenizer, splitter, number, unit)
-        answer.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        connection.send(answer)
-        since_built += 1
-        if since_built >= REBUILD_AFTER_UNITS and _resident_bytes() > MEMORY_LIMIT_BYTES:
-            tokenizer, since_built = tokenizer.fresh_copy(), 0
-
-
-def _process(job: Job, tokenizer: Tokenizer, splitter: Splitter | None, number: int, unit: Unit) -> Answer:
-    try:
-        return process_unit(job, tokenizer, splitter, number, unit)
-    except HoldfastError as error:
-        return Answer(error=str(error))
-    except OSError as error:
-        import errno
-
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        return Answer(error=f"{error.strerror}: {error.filename or unit.path}", no_room=full)
-    except Exception:
-        return Answer(error=f"a worker failed on {unit}:\n{traceback.format_exc()}")
-
-
-def give_back_memory() -> None:
-    """What building a tokenizer needed and freed goes back to the system."""
+def release_memory() -> None:
+    """Returns to the system what building a tokenizer has freed."""
     with contextlib.suppress(OSError, AttributeError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -184,50 +188,30 @@ def _resident_bytes() -> int:
         return 0
 
 
-def build(recipe: Recipe, engine: EngineChoice) -> Tokenizer | HoldfastError:
-    """The tokenizer, or what is wrong with it."""
+def serve(connection: Connection) -> None:
+    """Receives a WorkerSetup and sends the engine's name; then receives units and sends results, until the parent is gone."""
     try:
-        tokenizer = Tokenizer(recipe, engine)
+        encoder = UnitEncoder(connection.recv())
     except HoldfastError as error:
-        return error
-    give_back_memory()
-    return tokenizer
+        connection.send(error)
+        return
+    # Batches are plain lists and strings without cycles: a collection would only walk over them again and again.
+    gc.disable()
+    connection.send(encoder.engine)
+    while True:
+        connection.send(encoder.encode(*connection.recv()))
+        encoder.limit_memory()
 
 
-def lead(tokenizer: Tokenizer | HoldfastError, job: Job, descriptors: Sequence[int]) -> int:
-    """Forks a worker per descriptor but the first, and is the first worker itself; the exit status."""
-    if isinstance(tokenizer, HoldfastError):
-        for descriptor in descriptors:
-            Connection(descriptor).send(tokenizer)
-        return 1
-    own, *others = descriptors
-    gc.freeze()
-    children = []
-    for descriptor in others:
-        child = os.fork()
-        if child == 0:
-            for other in (own, *others):
-                if other != descriptor:
-                    os.close(other)
-            os._exit(_be_worker(job, tokenizer, descriptor))
-        children.append(child)
-    for descriptor in others:
-        os.close(descriptor)
-    # This process works, too: one that only waited would hold the memory of a worker for nothing.
-    status = _be_worker(job, tokenizer, own)
-    for child in children:
-        _, code = os.waitpid(child, 0)
-        if code:
-            status = 128 + os.WTERMSIG(code) if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
-    return status
-
-
-def _be_worker(job: Job, tokenizer: Tokenizer, descriptor: int) -> int:
+def main() -> None:
+    """The entry point of a worker process, whose standard input is its connection."""
+    status = 0
     try:
-        serve(job, tokenizer, Connection(descriptor))
+        serve(Connection(STANDARD_INPUT))
     except (EOFError, ConnectionError):
-        return 0
+        pass  # the parent has closed the connection, or is gone
     except BaseException:
         traceback.print_exc()
-        return 1
-    raise AssertionError("serve ends with its connection")
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)  # without the time it takes to free the tokenizer's tables

@@ -1,175 +1,150 @@
-"""The workers of a run, seen from the process that leads them: units go out in order, answers come back as they are ready.
+"""The worker pool of a run: the parent hands out units in order and receives results as they are ready.
 
-The invariant: when a Crew is closed, for whatever reason, none of its processes is left.
+Each worker is a fresh interpreter in a session of its own, connected by a socket pair. It starts from nothing, so the caller may
+have any number of threads, and a script without an `if __name__ == "__main__"` guard works. Ctrl-C reaches the parent alone.
+The invariant: no worker outlives its pool. `close` kills those that run; a worker whose parent is gone reads the end of its
+socket and exits.
 """
 
 import contextlib
-import itertools
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import holdfast
-from holdfast.data.preprocess import ahead
 from holdfast.system.errors import HoldfastError
 
-if TYPE_CHECKING:  # the caller wants its workers started before anything heavy is loaded
-    from holdfast.data.preprocess.worker import Answer, Job
+if TYPE_CHECKING:  # the pool starts before the caller loads anything heavy
+    from holdfast.data.preprocess.worker import UnitResult, WorkerSetup
     from holdfast.data.sources import Unit
-    from holdfast.tokenizers.recipe import Recipe
 
-# Not `-m`: what a worker pickles must come from a module of the same name as here.
-START = "from holdfast.data.preprocess.muster import main; main()"
+# A worker is one thread: thread pools sized by the machine would compete for it.
+SINGLE_THREADED = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "FASTOKENS_BPE_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# Not `-m`: a pickled class must have the same module name on both sides. `-P`: no module is imported from the working directory.
+START = [sys.executable, "-P", "-c", "from holdfast.data.preprocess.worker import main; main()"]
+EXIT_SECONDS = 60.0
 
 
-class Leader:
-    """The process that a crew is led by, in a session of its own: Ctrl-C reaches the caller alone, which then ends it."""
+class WorkerProcess:
+    """One worker: the process and the parent's end of its connection."""
 
     def __init__(self) -> None:
-        self.process, ours = ahead.waiting.pop() if ahead.waiting else started_anew()
-        self._control = Connection(ours.detach())
-
-    def tell(self, message: object) -> None:
-        """One that is gone is noticed when its workers are asked."""
-        with contextlib.suppress(ConnectionError):
-            self._control.send(message)
-
-    def connect(self) -> Connection:
-        """A connection to a worker that it will have."""
+        package = str(Path(holdfast.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(ConnectionError):
-            send_handle(self._control, theirs.fileno(), self.process.pid)
-        return Connection(ours.detach())
+        with theirs:
+            self.process = subprocess.Popen(
+                START,
+                stdin=theirs.fileno(),
+                env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+        self.connection = Connection(ours.detach())
+        self.memory = 0
+        """Peak memory in bytes, as of the last result."""
 
-    def dismiss(self) -> None:
-        """If it has no work yet, it will never have any; it goes by itself."""
-        self._control.close()
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # `receive` reports a worker that is gone
+            self.connection.send_bytes(message)
 
+    def receive(self) -> Any:
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError) as error:  # OSError: it was killed in the middle of a message
+            raise HoldfastError(f"{self._cause()}; what is done is kept, call again to go on") from error
 
-def started_anew() -> tuple["Process", socket.socket]:
-    """Knows nothing of its caller, which may have any number of threads and libraries that do not stand a fork."""
-    package = str(Path(holdfast.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", START],
-            stdin=theirs.fileno(),
-            env={**os.environ, **ahead.ALONE, "PYTHONPATH": path},
-            start_new_session=True,
-        )
-    return process, ours
-
-
-class Process(Protocol):
-    """What is asked of a Leader's process, however it began."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
+    def _cause(self) -> str:
+        try:
+            status = self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"a worker (process {self.process.pid}) closed its connection"
+        if status >= 0:
+            return f"a worker ended with exit status {status} before its work was done"
+        hint = "; most likely memory ran out: use fewer --workers" if status == -signal.SIGKILL else ""
+        return f"a worker was killed by signal {-status}{hint}"
 
 
-class Crew:
-    """Worker processes. They get ready while the caller is still finding out what there is to do; `begin` tells them."""
+class WorkerPool:
+    """Worker processes. They load their modules while the caller reads the tokenizer; `set_up` sends it to them."""
 
     def __init__(self, workers: int) -> None:
-        self._leader = Leader()
-        self._leader.tell(workers)
-        self._connections = [self._leader.connect() for _ in range(workers)]
-        self._units: Iterator[tuple[int, Unit]] = iter(())
-        self._busy: dict[Connection, Unit] = {}
+        self._workers = [WorkerProcess() for _ in range(workers)]
+        self._starting = {worker.connection: worker for worker in self._workers}
         self.engine = ""
-        self.memory = [0] * workers
+        """Name of the engine that the workers use, once the first one is ready."""
 
-    def prepare(self, recipe: "Recipe", engine: str) -> None:
-        """Tells the workers which tokenizer it will be: they build it before they know what else there is to do."""
-        self._leader.tell((recipe, engine))
+    @property
+    def processes(self) -> "list[subprocess.Popen[bytes]]":
+        return [worker.process for worker in self._workers]
 
-    def begin(self, job: "Job", units: "Iterator[tuple[int, Unit]]") -> None:
-        """Tells the workers what the run is about. Each finds its first unit waiting when it is ready, unless the unit brings
-        its content with it: nobody would read that until then."""
-        self._leader.tell(job)
-        first = list(itertools.islice(units, 1))
-        self._units = itertools.chain(first, units)
-        if first and not first[0][1].data:
-            for connection in self._connections:
-                self._hand_out(connection)
+    @property
+    def memory(self) -> int:
+        """Peak memory of all workers in bytes."""
+        return sum(worker.memory for worker in self._workers)
 
-    def _hand_out(self, connection: Connection) -> None:
-        following = next(self._units, None)
-        if following is not None:
-            self._busy[connection] = following[1]
-            with contextlib.suppress(ConnectionError):  # noticed when its answer is waited for
-                connection.send(following)
+    def set_up(self, setup: "WorkerSetup") -> None:
+        """Sends every worker what it needs to know once; to be called once."""
+        message = pickle.dumps(setup, pickle.HIGHEST_PROTOCOL)
+        for worker in self._workers:
+            worker.send(message)
 
-    def answers(self) -> "Iterator[tuple[Unit, Answer]]":
-        """Hands out the units and gives each back with its answer, in the order of completion."""
-        loading = set(self._connections)
-        while loading or self._busy:
-            for ready in wait(loading | self._busy.keys()):
-                assert isinstance(ready, Connection)
-                message = self._receive(ready)
-                if ready in loading:
-                    loading.remove(ready)
-                    if isinstance(message, HoldfastError):
-                        raise message
-                    self.engine = str(message)
-                    if ready not in self._busy:
-                        self._hand_out(ready)
+    def results(self, units: "Iterator[tuple[int, Unit]]", folder: Path) -> "Iterator[tuple[Unit, UnitResult]]":
+        """Hands out numbered units, whose parts go to `folder`, and yields each with its result, in the order of completion."""
+        busy: dict[Connection, tuple[WorkerProcess, Unit]] = {}
+
+        def hand_out(worker: WorkerProcess) -> None:
+            following = next(units, None)
+            if following is not None:
+                busy[worker.connection] = worker, following[1]
+                worker.send(pickle.dumps((*following, folder), pickle.HIGHEST_PROTOCOL))
+
+        for worker in self._workers:
+            if worker.connection not in self._starting:
+                hand_out(worker)
+        while self._starting or busy:
+            for connection in wait([*self._starting, *busy]):
+                assert isinstance(connection, Connection)
+                if connection in self._starting:
+                    worker = self._starting[connection]
+                    self._set_engine(worker.receive())
+                    del self._starting[connection]
+                    hand_out(worker)
                     continue
-                unit = self._busy.pop(ready)
-                self.memory[self._connections.index(ready)] = message.memory
-                # Out goes the next unit first, so that the worker computes while its answer is dealt with.
-                self._hand_out(ready)
-                yield unit, message
-        # They go while the caller finishes its own work.
-        self._dismiss()
+                worker, unit = busy.pop(connection)
+                result = worker.receive()
+                worker.memory = result.memory
+                # The worker gets its next unit first, and computes while the caller handles the result.
+                hand_out(worker)
+                yield unit, result
 
-    def _receive(self, connection: Connection) -> Any:
-        try:
-            return connection.recv()
-        except (EOFError, OSError) as error:  # OSError: it was killed in the middle of its answer
-            # The first process of the crew learns how the others ended; it looks when its own connection is closed.
-            for one in self._connections:
-                one.close()
-            try:
-                status = self._leader.process.wait(60)
-            except subprocess.TimeoutExpired:
-                status = 0
-            killer = -status if status < 0 else status - 128
-            reason = f"was killed by signal {killer}" if killer > 0 else "ended before its work was done"
-            hint = "; most likely memory ran out: use fewer --workers" if killer == signal.SIGKILL else ""
-            raise HoldfastError(f"a worker {reason}{hint}; what is done is kept, call again to go on") from error
+    def _set_engine(self, message: str | HoldfastError) -> None:
+        if isinstance(message, HoldfastError):
+            raise message
+        self.engine = message
 
-    def close(self, *, kill: bool = True) -> None:
-        process = self._leader.process
-        self._dismiss()
-        if not kill:
-            # Workers that hear no more of their job, or whose connection is closed, go by themselves.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-        # The group is there as long as its leader has not been waited for.
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    def close(self) -> None:
+        """Ends all workers. An idle one loses nothing; a busy one leaves a part file that the journal does not name."""
+        for worker in self._workers:
+            worker.process.kill()
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.wait()
 
-    def _dismiss(self) -> None:
-        self._leader.dismiss()
-        for connection in self._connections:
-            connection.close()
-
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "WorkerPool":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(kill=kind is not None)
+    def __exit__(self, *_: object) -> None:
+        self.close()

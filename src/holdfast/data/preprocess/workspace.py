@@ -189,7 +189,7 @@ class Workspace:
         os.lseek(descriptor, 0, os.SEEK_END)
         return descriptor
 
-    def wants(self, unit: int) -> bool:
+    def is_missing(self, unit: int) -> bool:
         """Whether the unit is still to be done."""
         return unit >= self.state.next_unit and unit not in self.waiting
 
