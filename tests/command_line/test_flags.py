@@ -205,8 +205,8 @@ def test_the_flags_of_train_are_unique():
 
 @pytest.mark.parametrize(
     ("options", "function"),
-    [(PreprocessOptions, "preprocess"), (GenerateOptions, "generate")],
-    ids=["preprocess", "generate"],
+    [(GenerateOptions, "generate")],
+    ids=["generate"],
 )
 def test_a_verb_and_its_library_function_have_the_same_defaults(options, function):
     parameters = inspect.signature(getattr(holdfast, function)).parameters

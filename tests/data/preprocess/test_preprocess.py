@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import holdfast.data.preprocess.build as module
 from holdfast import IndexedDataset, preprocess
 from holdfast.data.preprocess.encode import _insert
+from holdfast.data.preprocess.options import PreprocessOptions
 from holdfast.system.errors import HoldfastError, UsageError
 from tests.data.conftest import TokenizerFiles
 from tests.data.corpora import (
@@ -165,6 +167,15 @@ def test_the_first_token_that_differs_from_the_reference_ends_the_run(
     assert text.startswith(sample) and (sample == text or len(sample) >= 512)
     assert np.frombuffer(ids, np.uint32).tolist() == small_bpe.build().encode(sample)
     assert not list(tmp_path.glob("out_text*"))
+
+
+def test_the_library_function_takes_every_option_of_the_verb_as_a_keyword(tmp_path: Path) -> None:
+    values = {one.name: one.default for one in fields(PreprocessOptions) if one.default is not MISSING}
+    del values["tokenizer_hf_no_include_special_tokens"]
+    with pytest.raises(UsageError, match="needs --vocab-file"):
+        preprocess("a.jsonl", tmp_path / "out", **values, include_special_tokens=False)
+    with pytest.raises(TypeError, match="append_end"):
+        preprocess("a.jsonl", tmp_path / "out", append_end=True)
 
 
 def test_the_provenance_says_what_was_made_of_what(tmp_path: Path, small_bpe: TokenizerFiles) -> None:

@@ -1,7 +1,4 @@
-"""A run of `preprocess`, from its options to the dataset: starts the workers, reads the tokenizer, finds the input, builds.
-
-Nothing slow is imported here before the workers have started: they load their modules while this process loads its own.
-"""
+"""A run of `preprocess`, from its options to the dataset: reads the tokenizer, finds the input, starts the workers, builds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,18 +47,19 @@ def preprocess(
 
 def run(options: PreprocessOptions) -> "Summary":
     options.check()
+    recipe = read_recipe(
+        options.tokenizer_type,
+        options.vocab_file,
+        options.merge_file,
+        options.tokenizer_model,
+        special_tokens=not options.tokenizer_hf_no_include_special_tokens,
+    )
+    if options.append_eod and recipe.eod is None:
+        raise UsageError(f"--append-eod: this {options.tokenizer_type} has no end-of-document token")
     files = find_inputs(options.input, options.blank_line_documents)
+    engine = choose_engine(options.tokenizer_engine, recipe, files)
     with WorkerPool(min(options.worker_count, most_units(files))) as pool:
-        recipe = read_recipe(
-            options.tokenizer_type,
-            options.vocab_file,
-            options.merge_file,
-            options.tokenizer_model,
-            special_tokens=not options.tokenizer_hf_no_include_special_tokens,
-        )
-        if options.append_eod and recipe.eod is None:
-            raise UsageError(f"--append-eod: this {options.tokenizer_type} has no end-of-document token")
-        engine = choose_engine(options.tokenizer_engine, recipe, files)
+        # Slow to import: the workers load their own modules meanwhile.
         from holdfast.data.preprocess.build import DatasetBuild, build
         from holdfast.data.preprocess.partitions import build_partitions
 

@@ -78,7 +78,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """Worker processes. They load their modules while the caller reads the tokenizer; `set_up` sends it to them."""
+    """Worker processes. They load their modules while the caller loads its own; `set_up` then sends them the tokenizer."""
 
     def __init__(self, workers: int) -> None:
         self._workers = [WorkerProcess() for _ in range(workers)]
