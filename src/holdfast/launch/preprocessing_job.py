@@ -39,7 +39,7 @@ def preprocessing_job(arguments: Sequence[str], nodes: int, shared_files: bool =
 
     `shared_files`: this machine sees the files of the job. If not, their existence is not checked.
     """
-    from holdfast.data.command import PreprocessOptions
+    from holdfast.data.preprocess.options import PreprocessOptions
 
     values = asdict(flags.parse(PreprocessOptions, "holdfast preprocess", arguments))
     if values["partition_index"] is not None:
