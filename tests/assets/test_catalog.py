@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.assets.catalog import CATALOG, wanted_file, wanted_files
+from holdfast.assets.catalog import CATALOG, file_spec, file_specs
 from holdfast.system.errors import UsageError
 
 DATA = Path(os.environ.get("HOLDFAST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -23,12 +23,12 @@ def test_gpt2_is_what_openai_published(role, file):
 
 def test_a_name_a_part_of_it_and_a_known_url_all_lead_to_the_checksum():
     vocab = CATALOG["gpt2"].files["vocab"]
-    assert list(wanted_files("gpt2")) == ["vocab", "merges"]
+    assert list(file_specs("gpt2")) == ["vocab", "merges"]
     for text in ("gpt2/vocab", "gpt2/gpt2-vocab.json", vocab.url):
-        assert wanted_file(text) == vocab
-    assert wanted_file("gpt2", "merges") == CATALOG["gpt2"].files["merges"]
+        assert file_spec(text) == vocab
+    assert file_spec("gpt2", "merges") == CATALOG["gpt2"].files["merges"]
     with pytest.raises(UsageError, match="perhaps you meant gpt2"):
-        wanted_file("gtp2")
+        file_spec("gtp2")
 
 
 def test_every_entry_is_usable():
@@ -41,6 +41,6 @@ def test_every_entry_is_usable():
 
 
 def test_the_wikipedia_dump_is_the_one_that_all_workers_read_and_the_docs_name():
-    dump = wanted_file("enwiki")
+    dump = file_spec("enwiki")
     assert "multistream" in dump.url and dump.url.endswith(f"/{dump.name}")
     assert dump.name in (Path(__file__).parents[2] / "docs" / "data.md").read_text()

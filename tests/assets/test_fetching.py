@@ -1,7 +1,8 @@
-"""A fetched file: once, whole, checked, under a name people can read; and clear words when that cannot be."""
+"""A fetched file: downloaded once, whole, checked, under a readable name; otherwise a clear error."""
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -136,3 +137,14 @@ def test_importing_assets_loads_no_http_library():
     code = f"import sys, holdfast.assets; print([name for name in {heavy} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_threads_of_one_process_share_one_download(server, cache):
+    url = server.put("/file", b"x" * 500_000, latency=0.3)
+    paths = []
+    threads = [threading.Thread(target=lambda: paths.append(fetch(url, timeout=240))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(paths) == 8 and len(set(paths)) == 1 and len(server.requests) == 1

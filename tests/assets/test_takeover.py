@@ -16,7 +16,7 @@ import pytest
 
 from holdfast import fetch
 from holdfast.assets.cache import entry_of
-from holdfast.assets.part import Description
+from holdfast.assets.partial_file import DownloadState
 from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import Lease, claim, newest_lease
 from holdfast.system.processes import ProcessIdentity, this_process
@@ -197,7 +197,7 @@ def leave_behind(
 ) -> None:
     """What a holder leaves that wrote `count` bytes and then was heard of no more."""
     folder.mkdir(parents=True)
-    about = Description(url, '"v1"', len(CONTENT), "vocab.json", durable=durable)
+    about = DownloadState(url, '"v1"', len(CONTENT), "vocab.json", durable=durable)
     (folder / ".dead.part").write_bytes(CONTENT[:count])
     (folder / ".dead.part.json").write_text(json.dumps(vars(about)))
     lease = {"holder": vars(holder), "token": "dead", "part": ".dead.part", "expects": None, "released": released}
@@ -285,7 +285,7 @@ def test_those_who_waited_share_the_failure_and_do_not_repeat_it(server: Server,
 def test_only_local_rank_0_says_for_whom_it_waits(server: Server, cache: Path, capfd, monkeypatch):
     from holdfast.assets import waiting
 
-    monkeypatch.setattr(waiting, "SAY_EVERY", 0.1)
+    monkeypatch.setattr(waiting, "LOG_SECONDS", 0.1)
     url = server.put("/vocab.json", CONTENT)
     folder = entry_of(cache, url).folder
     leave_behind(folder, url, 1_000_000, this_process())

@@ -1,4 +1,4 @@
-"""The demo, as `make demo` runs it, with fewer steps: every act happens and is proven."""
+"""The demo, as `make demo` runs it, with fewer steps: every stage runs and is checked."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from holdfast.system.journal import read_journal
 
 CODE = """
 import sys
-from holdfast.demo import path
-path.STEPS, path.KILL_AT = 24, 12
-path.TRAINING.update({"train-iters": 24, "eval-interval": 8, "num-layers": 2, "hidden-size": 64, "micro-batch-size": 2,
+from holdfast.demo import stages
+stages.STEPS, stages.KILL_AT = 24, 12
+stages.TRAINING.update({"train-iters": 24, "eval-interval": 8, "num-layers": 2, "hidden-size": 64, "micro-batch-size": 2,
                       "global-batch-size": 4})
 from holdfast.demo import command
 command.demo_command(command.DemoOptions(workdir=__import__("pathlib").Path(sys.argv[1]), json=True))
@@ -28,8 +28,8 @@ def test_the_demo_kills_a_rank_resumes_from_memory_and_generates(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for said in ("killed rank process", "resumed from memory", "bit-identical", "validation loss", "what to try next"):
-        assert said in done.stderr, done.stderr
+    for text in ("killed rank process", "resumed from memory", "bit-identical", "validation loss", "what to try next"):
+        assert text in done.stderr, done.stderr
     result = json.loads(done.stdout)
     assert result["text"].startswith("def main(") and result["resumed"]["source"] == "memory"
     assert {path.name for path in (tmp_path / "demo").iterdir()} <= {MARKER, *WRITTEN}

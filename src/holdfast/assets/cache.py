@@ -2,11 +2,11 @@
 
     CACHE/HOST-DIGEST/NAME            the file, whole and checked: it gets this name by rename and never changes
     CACHE/HOST-DIGEST/.record.json    what it is: url, name, size, sha256; written before the file appears
-    CACHE/HOST-DIGEST/.lease-*        who brings it (system/leases.py)
-    CACHE/HOST-DIGEST/.*.part         the bytes so far (part.py)
+    CACHE/HOST-DIGEST/.lease-*        which process downloads it (system/leases.py)
+    CACHE/HOST-DIGEST/.*.part         the bytes so far (partial_file.py)
 
-The digest is of the whole URL, so two URLs never meet; the name is for people and is only ever the last component of a
-path, without leading dots, so nothing a server or a URL says can leave the folder or take one of our own names.
+The digest is of the whole URL, so two URLs never share a folder; the name is for people and is always the last component of
+a path, without leading dots, so no name from a server or a URL can leave the folder or take one of our own names.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import urllib.parse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.system import atomic_files as publish
+from holdfast.system.atomic_files import publish_text, rename_into_place
 
 RECORD = ".record.json"
 LONGEST_NAME = 180  # bytes; file systems allow 255, and temporary names need room for their additions
@@ -34,8 +34,8 @@ def cache_folder(given: Path | str | None = None) -> Path:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a finished download was. It stays when the file is deleted: the next download must bring the same bytes."""
+class CacheRecord:
+    """What a finished download was. It stays when the file is deleted: the next download must have the same bytes."""
 
     url: str
     name: str
@@ -44,20 +44,20 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """The folder of one URL in the cache."""
 
     folder: Path
 
-    def record(self) -> Record | None:
+    def record(self) -> CacheRecord | None:
         try:
             content = json.loads(Path(self.folder, RECORD).read_bytes())
-            return Record(content["url"], content["name"], content["size"], content["sha256"])
+            return CacheRecord(content["url"], content["name"], content["size"], content["sha256"])
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
             return None
 
-    def find(self) -> tuple[Path, Record] | None:
-        """The cached file, if it is there and as long as it was when it was checked."""
+    def find(self) -> tuple[Path, CacheRecord] | None:
+        """The cached file, if it exists with the size that it had when it was checked."""
         record = self.record()
         if record is None:
             return None
@@ -67,28 +67,28 @@ class Entry:
         except FileNotFoundError:
             return None
 
-    def publish(self, part: Path, record: Record) -> Path:
-        """Gives the checked and synced bytes of `part` their final name. The rename is the moment everybody waits for."""
-        publish.publish_text(self.folder / RECORD, json.dumps(asdict(record), indent=1) + "\n")
+    def publish(self, part: Path, record: CacheRecord) -> Path:
+        """Gives the checked and synced bytes of `part` their final name, for which the other processes wait."""
+        publish_text(self.folder / RECORD, json.dumps(asdict(record), indent=1) + "\n")
         final = self.folder / record.name
-        publish.rename_into_place(part, final)
+        rename_into_place(part, final)
         return final
 
-    def sweep(self) -> None:
-        """Removes what downloads left beside the finished file. Who still writes there finds the file when it looks up."""
+    def remove_leftovers(self) -> None:
+        """Removes what downloads left beside the finished file. A process that still writes there finds the file afterwards."""
         for name in os.listdir(self.folder):
             if name.startswith(".") and name != RECORD:
                 Path(self.folder, name).unlink(missing_ok=True)
 
 
-def entry_of(cache: Path, url: str) -> Entry:
+def entry_of(cache: Path, url: str) -> CacheEntry:
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     host = urllib.parse.urlsplit(url).hostname or urllib.parse.urlsplit(url).scheme
-    return Entry(cache / f"{safe_name(host)}-{digest}")
+    return CacheEntry(cache / f"{safe_name(host)}-{digest}")
 
 
 def without_credentials(url: str) -> str:
-    """The URL as it may be shown and stored: `user:password@` does not belong into logs."""
+    """The URL as it may be shown and stored: `user:password@` does not belong in logs."""
     parts = urllib.parse.urlsplit(url)
     return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -98,9 +98,9 @@ def name_in_url(url: str) -> str:
 
 
 def safe_name(text: str) -> str:
-    """The last component of a path from anywhere, fit to be a file name here."""
+    """The last component of any path, made a valid file name."""
     last = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
     clean = re.sub(r"[^\w.+=@,() -]", "_", last).strip(" ").lstrip(".")
     while len(clean.encode()) > LONGEST_NAME:
-        clean = clean[1:]  # the ending says what kind of file it is
+        clean = clean[1:]  # the suffix tells the kind of file
     return clean or "download"

@@ -1,6 +1,6 @@
-"""The files that pretraining jobs ask for by name: where they lie, how big they are, and what their bytes must be.
+"""The files that pretraining jobs ask for by name: their URLs, sizes and checksums.
 
-A checksum is here only if somebody who has the original published it; the others are recorded at the first download.
+A checksum is listed only if the owner of the original published it; the others are recorded at the first download.
 """
 
 import difflib
@@ -16,7 +16,7 @@ _NGC = "https://api.ngc.nvidia.com/v2/models/nvidia"
 
 @dataclass(frozen=True)
 class FileSpec:
-    """One file to bring: its first URL is its identity in the cache, mirrors are asked in order when that one fails."""
+    """A file to fetch. Its URL identifies it in the cache; mirrors are tried in order when the URL fails."""
 
     url: str
     mirrors: tuple[str, ...] = ()
@@ -132,34 +132,34 @@ def is_known(text: str) -> bool:
     return text.partition("/")[0] in CATALOG
 
 
-def wanted_files(text: str) -> dict[str, FileSpec]:
-    """What a URL, a catalog name (`gpt2`) or one file of it (`gpt2/vocab`, `gpt2/gpt2-vocab.json`) asks for, by role."""
+def file_specs(text: str) -> dict[str, FileSpec]:
+    """The files, by role, of a URL, a catalog name (`gpt2`) or one file of it (`gpt2/vocab`, `gpt2/gpt2-vocab.json`)."""
     if is_url(text):
         scheme = text.partition("://")[0].lower()
         if scheme not in SCHEMES:
             raise UsageError(f"cannot fetch {text}: the scheme '{scheme}' is none of {', '.join(SCHEMES)}")
-        # A URL that the catalog knows brings its checksum and mirrors along.
-        listed = [wanted for known in CATALOG.values() for wanted in known.files.values() if wanted.url == text]
+        # A URL that the catalog lists has a checksum and mirrors.
+        listed = [spec for known in CATALOG.values() for spec in known.files.values() if spec.url == text]
         return {"file": listed[0] if listed else FileSpec(text)}
     name, _, part = text.partition("/")
     if name not in CATALOG:
         if os.path.exists(text):
-            raise UsageError(f"{text} is on this machine already; to put a file into the cache, give its file:// URL")
+            raise UsageError(f"{text} is a local file already; to put it into the cache, give its file:// URL")
         near = difflib.get_close_matches(text, CATALOG, n=3, cutoff=0.5)
         hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
         raise UsageError(f"'{text}' is neither a URL nor a known name{hint} (holdfast fetch --list shows the names)")
     files = CATALOG[name].files
     if not part:
         return files
-    for role, wanted in files.items():
-        if part in (role, wanted.name):
-            return {role: wanted}
+    for role, spec in files.items():
+        if part in (role, spec.name):
+            return {role: spec}
     raise UsageError(f"{name} has no file '{part}'; it has {', '.join(files)}")
 
 
-def wanted_file(text: str, role: str | None = None) -> FileSpec:
-    """The one file that `text` asks for; `role` chooses where a name stands for several."""
-    files = wanted_files(text)
+def file_spec(text: str, role: str | None = None) -> FileSpec:
+    """The one file that `text` names; `role` chooses where a name stands for several."""
+    files = file_specs(text)
     if role in files:
         return files[role]
     if len(files) == 1:

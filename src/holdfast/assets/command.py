@@ -43,8 +43,8 @@ class FetchOptions:
 
 
 def fetch(options: FetchOptions) -> None:
-    from holdfast.assets.catalog import wanted_files
-    from holdfast.assets.fetching import fetch_wanted, with_checksum
+    from holdfast.assets.catalog import file_specs
+    from holdfast.assets.fetching import fetch_file, with_checksum
 
     if options.list:
         _print_catalog(options.json)
@@ -52,14 +52,14 @@ def fetch(options: FetchOptions) -> None:
     names, sha256 = options.names, options.sha256
     if not names:
         raise UsageError("nothing to fetch: give a URL or a name (holdfast fetch --list shows the names)")
-    wanted = [one for name in names for one in wanted_files(name).values()]
-    if sha256 is not None and len(wanted) != 1:
-        raise UsageError(f"--sha256 is the checksum of one file, and {' '.join(names)} asks for {len(wanted)}")
+    specs = [spec for name in names for spec in file_specs(name).values()]
+    if sha256 is not None and len(specs) != 1:
+        raise UsageError(f"--sha256 is the checksum of one file, and {' '.join(names)} names {len(specs)}")
     if options.timeout is not None and options.timeout <= 0:
-        raise UsageError(f"--timeout {options.timeout:g}: a time limit is more than 0 seconds")
+        raise UsageError(f"--timeout {options.timeout:g}: a time limit must be more than 0 seconds")
     results = []
-    for one in wanted:
-        fetched = fetch_wanted(with_checksum(one, sha256), options.cache_dir, options.timeout, options.offline or None)
+    for spec in specs:
+        fetched = fetch_file(with_checksum(spec, sha256), options.cache_dir, options.timeout, options.offline or None)
         results.append(fetched)
         if not options.json:
             print(fetched.path, flush=True)
@@ -73,17 +73,17 @@ def _print_catalog(json: bool) -> None:
     if json:
         _print_json(
             {
-                name: {"summary": known.summary, "files": {role: vars(one) for role, one in known.files.items()}}
-                for name, known in CATALOG.items()
+                name: {"summary": entry.summary, "files": {role: vars(spec) for role, spec in entry.files.items()}}
+                for name, entry in CATALOG.items()
             }
         )
         return
-    for name, known in CATALOG.items():
-        print(f"{name}: {known.summary}")
-        for role, one in known.files.items():
-            size = f"{one.size:,} bytes" if one.size else "size not known"
-            print(f"  {name}/{role}  {size}, {'sha256 known' if one.sha256 else 'sha256 recorded at first download'}")
-            for url in (one.url, *one.mirrors):
+    for name, entry in CATALOG.items():
+        print(f"{name}: {entry.summary}")
+        for role, spec in entry.files.items():
+            size = f"{spec.size:,} bytes" if spec.size else "size not known"
+            print(f"  {name}/{role}  {size}, {'sha256 known' if spec.sha256 else 'sha256 recorded at first download'}")
+            for url in (spec.url, *spec.mirrors):
                 print(f"    {url}")
 
 
@@ -91,9 +91,9 @@ def _print_catalog(json: bool) -> None:
 class FetchStormOptions:
     """Reproduce the many-ranks download race on loopback, and show that it is gone.
 
-    A server with some latency has two files of the sizes of GPT-2's vocabulary and merges. All ranks ask for them at the same
+    A server with some latency has two files of the sizes of GPT-2's vocabulary and merges. All ranks fetch them at the same
     time, with an empty cache, in every iteration. The strategy `naive` checks, downloads to the working folder and moves, as
-    many job scripts do. The cache lies in $TMPDIR: set it to a shared folder to test that file system.
+    many job scripts do. The cache is in $TMPDIR: set it to a shared folder to test that file system.
 
     Examples:
 
@@ -103,7 +103,7 @@ class FetchStormOptions:
     """
 
     ranks: int = 64
-    """Processes that ask at once."""
+    """Processes that fetch at the same time."""
     iterations: int = 10
     """Repetitions; the cache is cleared in between."""
     strategy: Literal["holdfast", "naive"] = "holdfast"
@@ -113,22 +113,22 @@ class FetchStormOptions:
 
 
 def fetch_storm(options: FetchStormOptions) -> None:
-    from holdfast.assets import storm
+    from holdfast.assets import race
     from holdfast.system.progress import count_of
 
     if options.ranks < 1 or options.iterations < 1:
-        raise UsageError("--ranks and --iterations start at 1")
-    reports = storm.run_storm(
-        storm.STRATEGIES[options.strategy],
+        raise UsageError("--ranks and --iterations must be at least 1")
+    reports = race.run_race(
+        race.STRATEGIES[options.strategy],
         options.ranks,
         options.iterations,
-        tell=lambda line: print(line, file=sys.stderr if options.json else sys.stdout, flush=True),
+        on_download=lambda line: print(line, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
-    total = storm.summary(options.strategy, options.ranks, reports)
+    total = race.summary(options.strategy, options.ranks, reports)
     if options.json:
         _print_json(total)
     else:
-        print(storm.table(reports))
+        print(race.table(reports))
     once = all(count == 1 for report in reports for count in report.gets.values())
     if options.strategy == "holdfast" and (total["failed_ranks"] or not once):
         errors = sorted({error for report in reports for error in report.errors})

@@ -1,7 +1,7 @@
-"""Exactly once: however many processes ask for a file, one brings it, and nobody ever sees half of it.
+"""Exactly once: however many processes ask for a file, one downloads it, and no process ever sees half of it.
 
-The story: look in the cache, where a file that has its name is whole. Otherwise look who holds the lease: nobody, or one that
-gave up or died, then try to hold it and download; somebody who lives, then wait for the file to appear.
+The order: look in the cache, where a file under its final name is whole. Otherwise read the newest lease. If there is none, or
+its holder released it or died, claim the next one and download. If its holder is alive, wait for the file to appear.
 """
 
 import errno
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.assets import cache
-from holdfast.assets.cache import Entry, Record
-from holdfast.assets.catalog import FileSpec, is_known, is_url, wanted_file, wanted_files
-from holdfast.assets.part import Part
+from holdfast.assets.cache import CacheEntry, CacheRecord
+from holdfast.assets.catalog import FileSpec, file_spec, file_specs, is_known, is_url
+from holdfast.assets.partial_file import PartialFile
 from holdfast.assets.sources import SourceError
 from holdfast.assets.transfer import Deadline, Transfer
 from holdfast.assets.waiting import DownloadWaiter
-from holdfast.system import atomic_files as publish
+from holdfast.system.atomic_files import explain_os_error
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.leases import Lease, LeaseLost, OwnedLease, claim, newest_lease
 from holdfast.system.processes import boot_id
@@ -28,7 +28,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Fetched:
-    """A file in the cache. `downloaded` tells whether this very call brought it."""
+    """A file in the cache. `downloaded`: this very call downloaded it."""
 
     url: str
     path: Path
@@ -44,18 +44,17 @@ def fetch(
     timeout: float | None = None,
     offline: bool | None = None,
 ) -> Path:
-    """The local path of a file that is brought into the cache once, however many processes ask for it at the same time.
+    """Downloads a file into the cache, once however many processes ask for it at the same time; returns its local path.
 
     `name_or_url`: http(s)://, file://, hf://org/repo/file, s3://bucket/key, or a file of the catalog (`gpt2/vocab`).
-    `sha256`: what the bytes must be. `timeout`: seconds until it gives up, waiting included. `offline`: only what is
-    cached (default: $HOLDFAST_OFFLINE).
+    `sha256`: the checksum that the file must have. `timeout`: seconds until it gives up, waiting included. `offline`: use
+    only what is cached (default: $HOLDFAST_OFFLINE).
     """
-    wanted = wanted_file(name_or_url)
-    return fetch_wanted(with_checksum(wanted, sha256), cache_dir, timeout, offline).path
+    return fetch_file(with_checksum(file_spec(name_or_url), sha256), cache_dir, timeout, offline).path
 
 
 def resolve(name_or_path: Path | str, role: str | None = None, cache_dir: Path | str | None = None) -> Path:
-    """What a flag that takes a file means: a path that is there stays itself, a URL or a catalog name is fetched.
+    """Resolves the value of a flag that takes a file: an existing path stays as it is, a URL or catalog name is fetched.
 
     `role` chooses where a name stands for several files: `resolve("gpt2", "merges")`.
     """
@@ -63,174 +62,177 @@ def resolve(name_or_path: Path | str, role: str | None = None, cache_dir: Path |
     if path.is_file() or (role is None and path.exists()):
         return path
     if is_url(text) or (isinstance(name_or_path, str) and is_known(text)):
-        return fetch_wanted(wanted_file(text, role), cache_dir).path
+        return fetch_file(file_spec(text, role), cache_dir).path
     raise HoldfastError(f"there is no file {text}, and it is not a URL or a known name (holdfast fetch --list)")
 
 
 def catalog_files(name: str, cache_dir: Path | str | None = None) -> dict[str, Path]:
-    """All files of a catalog name, fetched, by role: `catalog_files("gpt2")` has `vocab` and `merges`."""
+    """Fetches all files of a catalog name, by role: `catalog_files("gpt2")` has `vocab` and `merges`."""
     if is_url(name):
         raise UsageError(f"{name} is a URL, not a name of the catalog")
-    return {role: fetch_wanted(wanted, cache_dir).path for role, wanted in wanted_files(name).items()}
+    return {role: fetch_file(spec, cache_dir).path for role, spec in file_specs(name).items()}
 
 
-def with_checksum(wanted: FileSpec, sha256: str | None) -> FileSpec:
+def with_checksum(spec: FileSpec, sha256: str | None) -> FileSpec:
     if sha256 is None:
-        return wanted
+        return spec
     checksum = sha256.lower().removeprefix("sha256:")
     if len(checksum) != 64 or not set(checksum) <= set("0123456789abcdef"):
-        raise UsageError(f"'{sha256}' is not a sha256: that is 64 hexadecimal digits")
-    return replace(wanted, sha256=checksum)
+        raise UsageError(f"'{sha256}' is not a sha256, which has 64 hexadecimal digits")
+    return replace(spec, sha256=checksum)
 
 
-def fetch_wanted(
-    wanted: FileSpec,
+def fetch_file(
+    spec: FileSpec,
     cache_dir: Path | str | None = None,
     timeout: float | None = None,
     offline: bool | None = None,
-    announce: Callable[[str], None] = lambda url: None,
+    on_request: Callable[[str], None] = lambda url: None,
 ) -> Fetched:
-    entry = cache.entry_of(cache.cache_folder(cache_dir), wanted.url)
-    found = _find(entry, wanted)
+    """As `fetch`, for a file specification. `on_request` receives the URL of every request for bytes."""
+    entry = cache.entry_of(cache.cache_folder(cache_dir), spec.url)
+    request = _FileRequest(spec, entry, Deadline(timeout), on_request)
+    found = request.find()
     if found:
         return found
     if _is_offline() if offline is None else offline:
         raise HoldfastError(
-            f"{cache.without_credentials(wanted.url)} is not cached and this is offline: looked in {entry.folder}; "
+            f"{cache.without_credentials(spec.url)} is not cached and this is offline: looked in {entry.folder}; "
             "fetch it once with a network, or set HOLDFAST_CACHE to a folder that has it"
         )
     try:
-        return _bring_or_wait(entry, wanted, Deadline(timeout), announce)
+        return request.download_or_wait()
     except OSError as error:
-        raise _explained(error, entry, wanted) from error
+        raise request.explain(error) from error
 
 
 def _is_offline() -> bool:
     return os.environ.get("HOLDFAST_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
-def _find(entry: Entry, wanted: FileSpec) -> Fetched | None:
-    found = entry.find()
-    if found is None:
-        return None
-    path, record = found
-    if wanted.sha256 and record.sha256 != wanted.sha256:
-        raise HoldfastError(
-            f"{path} has sha256 {record.sha256}, not {wanted.sha256}: another file was cached from this URL; "
-            f"check the checksum, or remove {entry.folder} to fetch anew"
-        )
-    return Fetched(record.url, path, record.size, record.sha256, downloaded=False)
+@dataclass(frozen=True)
+class _FileRequest:
+    """One call of `fetch`: a file, its place in the cache, and a time limit."""
 
+    spec: FileSpec
+    entry: CacheEntry
+    deadline: Deadline
+    on_request: Callable[[str], None]
 
-def _bring_or_wait(entry: Entry, wanted: FileSpec, deadline: Deadline, announce: Callable[[str], None]) -> Fetched:
-    watch = DownloadWaiter(entry.folder, wanted, deadline)
-    while True:
-        found = _find(entry, wanted)
+    def find(self) -> Fetched | None:
+        found = self.entry.find()
+        if found is None:
+            return None
+        path, record = found
+        if self.spec.sha256 and record.sha256 != self.spec.sha256:
+            raise HoldfastError(
+                f"{path} has sha256 {record.sha256}, not {self.spec.sha256}: another file was cached from this URL; "
+                f"check the checksum, or remove {self.entry.folder} to download it again"
+            )
+        return Fetched(record.url, path, record.size, record.sha256, downloaded=False)
+
+    def download_or_wait(self) -> Fetched:
+        waiter = DownloadWaiter(self.entry.folder, self.spec, self.deadline)
+        while True:
+            found = self.find()
+            if found:
+                return found
+            lease = waiter.growing_lease()
+            if lease is None:
+                lease = newest_lease(self.entry.folder)
+                if lease is None or waiter.may_take_over(lease):
+                    downloaded = self._claim_and_download(lease)
+                    if downloaded:
+                        return downloaded
+                    continue
+            waiter.wait(lease)
+
+    def _claim_and_download(self, last: Lease | None) -> Fetched | None:
+        """Claims the lease after `last` and downloads; None if another process holds a newer lease."""
+        self.entry.folder.mkdir(parents=True, exist_ok=True)
+        # Continue a part only if its writer provably does not; the part of one that may be stopped is copied instead.
+        part = last.part if last and last.has_ended() else None
+        try:
+            owned = claim(self.entry.folder, last, part, self.spec.sha256)
+            return self._download(owned, last) if owned else None
+        except (LeaseLost, FileNotFoundError):
+            return None  # another process took over, or the cache was cleared
+
+    def _download(self, owned: OwnedLease, predecessor: Lease | None) -> Fetched:
+        """The holder's work, from the claim to the file's final name."""
+        found = self.find()
         if found:
+            self.entry.remove_leftovers()
             return found
-        lease = watch.growing()
-        if lease is None:
-            lease = newest_lease(entry.folder)
-            if lease is None or watch.may_succeed(lease):
-                brought = _try_to_bring(entry, wanted, lease, deadline, announce)
-                if brought:
-                    return brought
-                continue
-        watch.wait(lease)
+        part = PartialFile(self.entry.folder / owned.lease.part)
+        try:
+            _inherit(part, predecessor, owned)
+            expected, origin = self._expected()
+            with progress(f"fetching {self._name}", self.spec.size) as bar:
+                Transfer(expected, part, self.deadline, bar, owned.beat, self.on_request, origin).run()
+            owned.check()
+            name = self.spec.name or part.state.name
+            record = CacheRecord(cache.without_credentials(self.spec.url), name, part.size, part.sha256())
+            path = self.entry.publish(part.path, record)
+        except (LeaseLost, FileNotFoundError):
+            owned.release()
+            raise
+        except SourceError as error:
+            failure = HoldfastError(f"cannot fetch {error}")
+            _give_up(part, owned, str(failure))
+            raise failure from error
+        except OSError as error:
+            # A full disk gets its space back; the waiting processes would fail in the same way.
+            part.remove()
+            owned.release(str(self.explain(error)) if error.errno in NO_ROOM else None)
+            raise
+        except BaseException:
+            _give_up(part, owned, None)
+            raise
+        finally:
+            part.close()
+        self.entry.remove_leftovers()
+        return Fetched(record.url, path, record.size, record.sha256, downloaded=True)
+
+    def _expected(self) -> tuple[FileSpec, str]:
+        """The specification with the checksum of the first download where none is published, and where that one is from."""
+        record = self.entry.record()
+        if self.spec.sha256 or self.spec.changes or record is None:
+            return self.spec, ""
+        origin = f" (recorded at the first download; to accept another file remove {self.entry.folder})"
+        return replace(self.spec, sha256=record.sha256), origin
+
+    @property
+    def _name(self) -> str:
+        return self.spec.name or cache.name_in_url(self.spec.url)
+
+    def explain(self, error: OSError) -> Exception:
+        folder = self.entry.folder.parent
+        if error.errno in (errno.ENOTDIR, errno.EEXIST):
+            return HoldfastError(f"the cache {folder} is not a folder: choose another with --cache-dir")
+        if error.errno == errno.ENOENT:
+            return HoldfastError(f"the cache {folder} cannot be created: choose another with --cache-dir")
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return HoldfastError(
+                f"{cache.without_credentials(self.spec.url)} is not cached and {folder} cannot be written "
+                f"({error.strerror}): choose another folder with --cache-dir or HOLDFAST_CACHE"
+            )
+        return explain_os_error(error, self.entry.folder / self._name)
 
 
-def _try_to_bring(
-    entry: Entry, wanted: FileSpec, last: Lease | None, deadline: Deadline, announce: Callable[[str], None]
-) -> Fetched | None:
-    """Claims the lease after `last` and downloads; None if it became somebody else's turn."""
-    entry.folder.mkdir(parents=True, exist_ok=True)
-    # A part goes on only if its writer surely does not: one that may be asleep keeps its own, and we copy.
-    part = last.part if last and last.has_ended() else None
-    try:
-        held = claim(entry.folder, last, part, wanted.sha256)
-        return _download(entry, wanted, held, last, deadline, announce) if held else None
-    except (LeaseLost, FileNotFoundError):
-        return None  # succeeded by another process, or the cache was cleared under us
-
-
-def _download(
-    entry: Entry,
-    wanted: FileSpec,
-    held: OwnedLease,
-    predecessor: Lease | None,
-    deadline: Deadline,
-    announce: Callable[[str], None],
-) -> Fetched:
-    """The holder's work, from the claim to the file's final name."""
-    found = _find(entry, wanted)
-    if found:
-        entry.sweep()
-        return found
-    part = Part(entry.folder / held.lease.part)
-    try:
-        _inherit(part, predecessor, held)
-        expected, origin = _expected(entry, wanted)
-        with progress(f"fetching {wanted.name or cache.name_in_url(wanted.url)}", wanted.size) as bar:
-            Transfer(expected, part, deadline, bar, held.beat, announce, origin).run()
-        held.check()
-        name = wanted.name or part.about.name
-        record = Record(cache.without_credentials(wanted.url), name, part.size, part.sha256())
-        path = entry.publish(part.path, record)
-    except (LeaseLost, FileNotFoundError):
-        held.release()
-        raise
-    except SourceError as error:
-        failure = HoldfastError(f"cannot fetch {error}")
-        _give_up(part, held, str(failure))
-        raise failure from error
-    except OSError as error:
-        # A full disk gets its room back, and those who wait would meet the same.
-        part.remove()
-        held.release(str(_explained(error, entry, wanted)) if error.errno in NO_ROOM else None)
-        raise
-    except BaseException:
-        _give_up(part, held, None)
-        raise
-    finally:
-        part.close()
-    entry.sweep()
-    return Fetched(record.url, path, record.size, record.sha256, downloaded=True)
-
-
-def _inherit(part: Part, predecessor: Lease | None, held: OwnedLease) -> None:
+def _inherit(part: PartialFile, predecessor: Lease | None, owned: OwnedLease) -> None:
+    """Takes over the bytes that the last holder downloaded."""
     if predecessor is None or predecessor.holder is None:
         return
     trust_all = predecessor.holder.boot == boot_id()
     if part.path.name == predecessor.part:
-        part.continue_bytes(trust_all, held.beat)
+        part.continue_bytes(trust_all, owned.beat)
     else:
-        part.copy_from(part.path.with_name(predecessor.part), trust_all, held.beat)
+        part.copy_from(part.path.with_name(predecessor.part), trust_all, owned.beat)
 
 
-def _give_up(part: Part, held: OwnedLease, error: str | None) -> None:
+def _give_up(part: PartialFile, owned: OwnedLease, error: str | None) -> None:
     try:
         part.keep_or_remove()
     finally:
-        held.release(error)
-
-
-def _expected(entry: Entry, wanted: FileSpec) -> tuple[FileSpec, str]:
-    """Where nobody published a checksum, the first download recorded one. Also says where the checksum is from."""
-    record = entry.record()
-    if wanted.sha256 or wanted.changes or record is None:
-        return wanted, ""
-    origin = f" (recorded at the first download; to accept another file remove {entry.folder})"
-    return replace(wanted, sha256=record.sha256), origin
-
-
-def _explained(error: OSError, entry: Entry, wanted: FileSpec) -> Exception:
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return HoldfastError(f"the cache {entry.folder.parent} is not a folder: choose another with --cache-dir")
-    if error.errno == errno.ENOENT:
-        return HoldfastError(f"the cache {entry.folder.parent} cannot be created: choose another with --cache-dir")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return HoldfastError(
-            f"{cache.without_credentials(wanted.url)} is not cached and {entry.folder.parent} cannot be written "
-            f"({error.strerror}): choose another folder with --cache-dir or HOLDFAST_CACHE"
-        )
-    return publish.explain_os_error(error, entry.folder / (wanted.name or cache.name_in_url(wanted.url)))
+        owned.release(error)

@@ -1,8 +1,8 @@
 """Where bytes come from: http(s), a file, the Hugging Face hub, S3. Each source opens a stream at an offset.
 
-The invariant: a stream that starts at an offset other than 0 continues exactly the file that `Resume` describes; a source
-that cannot promise it starts from 0. What went wrong is said by type: `TryAgain` may pass, `NotResumable` asks to start from
-zero, `SourceError` will not pass.
+The invariant: a stream that starts at an offset other than 0 continues exactly the file that `ResumePoint` describes; a source
+that cannot guarantee it starts from 0. The exception's type tells what to do: retry after `TransientError`, start from byte
+0 after `NotResumable`, try a mirror after `SourceError`.
 """
 
 import functools
@@ -31,11 +31,11 @@ COMPRESSED = {"gzip": (".gz", ".tgz"), "x-gzip": (".gz", ".tgz"), "deflate": (".
 
 
 class SourceError(Exception):
-    """This source cannot give the file; a mirror might."""
+    """This source does not have the file; a mirror may."""
 
 
-class TryAgain(Exception):
-    """A passing fault: the same request may succeed after a while (`after` seconds, where the server said so)."""
+class TransientError(Exception):
+    """The same request may succeed later, after `after` seconds where the server states them."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)
@@ -43,12 +43,12 @@ class TryAgain(Exception):
 
 
 class NotResumable(Exception):
-    """The bytes so far do not fit what the server has now."""
+    """The bytes so far do not belong to the file that the server has now."""
 
 
 @dataclass(frozen=True)
-class Resume:
-    """Continue from here. Without a validator the caller knows the checksum and finds out by itself."""
+class ResumePoint:
+    """Where to continue. Without a validator the caller checks the result by its checksum."""
 
     offset: int
     validator: str | None
@@ -59,44 +59,44 @@ class Stream:
     chunks: Iterator[bytes]
     offset: int = 0
     length: int | None = None
-    """Of the whole file, where the server says it."""
+    """Of the whole file, where the server states it."""
     validator: str | None = None
     name: str | None = None
     sha256: str | None = None
     resumable: bool = True
 
 
-def open_source(url: str, resume: Resume | None, patience: float) -> AbstractContextManager[Stream]:
-    """`patience`: seconds that the caller has left; no answer is waited for longer than that."""
+def open_source(url: str, resume: ResumePoint | None, time_left: float) -> AbstractContextManager[Stream]:
+    """Opens a stream of the file's bytes. `time_left`: seconds until the caller's deadline, which limits every wait."""
     scheme = urllib.parse.urlsplit(url).scheme
     if scheme == "file":
         return open_file(url, resume)
     if scheme == "s3":
         return open_s3(url, resume)
-    return open_hub(url, resume, patience) if scheme == "hf" else open_http(url, resume, patience, {})
+    return open_hub(url, resume, time_left) if scheme == "hf" else open_http(url, resume, time_left, {})
 
 
 @contextmanager
-def open_http(url: str, resume: Resume | None, patience: float, headers: dict[str, str]) -> Iterator[Stream]:
-    import httpx  # 60 ms and more: only the one process that downloads pays for it
+def open_http(url: str, resume: ResumePoint | None, time_left: float, headers: dict[str, str]) -> Iterator[Stream]:
+    import httpx  # 60 ms and more: only the process that downloads imports it
 
-    asked = {"Accept-Encoding": "identity", "User-Agent": "holdfast", **headers}
+    sent = {"Accept-Encoding": "identity", "User-Agent": "holdfast", **headers}
     if resume:
-        asked["Range"] = f"bytes={resume.offset}-"
+        sent["Range"] = f"bytes={resume.offset}-"
         if resume.validator:
-            asked["If-Range"] = resume.validator
-    patience = max(patience, 0.1)
-    limits = httpx.Timeout(min(STALL_SECONDS, patience), connect=min(CONNECT_SECONDS, patience))
+            sent["If-Range"] = resume.validator
+    time_left = max(time_left, 0.1)
+    limits = httpx.Timeout(min(STALL_SECONDS, time_left), connect=min(CONNECT_SECONDS, time_left))
     try:
         with httpx.stream(
-            "GET", url, headers=asked, follow_redirects=True, timeout=limits, verify=_trusted_authorities()
+            "GET", url, headers=sent, follow_redirects=True, timeout=limits, verify=_trusted_authorities()
         ) as response:
             _check_status(response, resume)
             yield _http_stream(response, url)
     except (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError, httpx.ProxyError) as error:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             raise SourceError(f"its certificate is not trusted: {error}") from error
-        raise TryAgain(str(error) or type(error).__name__) from error
+        raise TransientError(str(error) or type(error).__name__) from error
     except (httpx.HTTPError, httpx.InvalidURL, ImportError) as error:
         raise SourceError(str(error) or type(error).__name__) from error
 
@@ -109,16 +109,16 @@ def _trusted_authorities() -> "ssl.SSLContext":
     return httpx.create_ssl_context()
 
 
-def _check_status(response: "httpx.Response", resume: Resume | None) -> None:
+def _check_status(response: "httpx.Response", resume: ResumePoint | None) -> None:
     status = response.status_code
     if status == 200 or (status == 206 and resume):
         return
     if status == 416 and resume:
         raise NotResumable
-    said = f"{status} {response.reason_phrase}".strip()
+    answer = f"{status} {response.reason_phrase}".strip()
     if status in (408, 425, 429) or status >= 500:
-        raise TryAgain(f"the server answered {said}", retry_after(response.headers.get("Retry-After")))
-    raise SourceError(f"the server answered {said}")
+        raise TransientError(f"the server answered {answer}", retry_after(response.headers.get("Retry-After")))
+    raise SourceError(f"the server answered {answer}")
 
 
 def retry_after(value: str | None) -> float | None:
@@ -144,7 +144,7 @@ def _http_stream(response: "httpx.Response", url: str) -> Stream:
     stream = Stream(
         response.iter_raw(),
         length=int(headers["Content-Length"]) if headers.get("Content-Length", "").isdigit() else None,
-        # A weak ETag promises likeness, not sameness: Range must not build on it.
+        # A weak ETag does not guarantee identical bytes, which Range needs.
         validator=etag if etag and not etag.startswith("W/") else headers.get("Last-Modified"),
         name=_disposition_name(headers.get("Content-Disposition")),
     )
@@ -156,13 +156,13 @@ def _http_stream(response: "httpx.Response", url: str) -> Stream:
         stream.length = int(stated[2]) if stated[2] != "*" else None
     encoding = headers.get("Content-Encoding", "identity").lower()
     if encoding == "identity" or name_in_url(url).endswith(COMPRESSED.get(encoding, ())):
-        # Some servers label a .gz file as gzip-encoded; the compressed file is what was asked for.
+        # Some servers label a .gz file as gzip-encoded; the compressed file is the requested one.
         return stream
     if encoding not in COMPRESSED:
-        raise SourceError(f"the server sends '{encoding}'-encoded content although asked not to")
+        raise SourceError(f"the server sends '{encoding}'-encoded content, which the request excluded")
     if stream.offset:
         raise NotResumable
-    # Length and offsets count encoded bytes, so they mean nothing for the file that comes out.
+    # Length and offsets count encoded bytes, so they do not apply to the decoded file.
     stream.chunks, stream.length, stream.resumable = response.iter_bytes(), None, False
     return stream
 
@@ -179,7 +179,7 @@ def _disposition_name(header: str | None) -> str | None:
 
 
 @contextmanager
-def open_file(url: str, resume: Resume | None) -> Iterator[Stream]:
+def open_file(url: str, resume: ResumePoint | None) -> Iterator[Stream]:
     parts = urllib.parse.urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise SourceError(f"file URLs name a file of this machine: file:///path, not file://{parts.netloc}/path")
@@ -202,8 +202,8 @@ def _read(file: BinaryIO) -> Iterator[bytes]:
     try:
         while chunk := file.read(CHUNK):
             yield chunk
-    except Exception as error:  # S3 clients raise what they like
-        raise TryAgain(str(error) or type(error).__name__) from error
+    except Exception as error:  # S3 clients raise exceptions of many types
+        raise TransientError(str(error) or type(error).__name__) from error
 
 
 def _hub_address(url: str) -> tuple[str, str, str, str | None]:
@@ -221,9 +221,9 @@ def _hub_address(url: str) -> tuple[str, str, str, str | None]:
 
 
 @contextmanager
-def open_hub(url: str, resume: Resume | None, patience: float) -> Iterator[Stream]:
-    """huggingface_hub knows the endpoint, the user's token and what the hub says about the file; the bytes come to our part,
-    so that the next holder of the lease can continue them, and no lock of the hub's own cache is needed."""
+def open_hub(url: str, resume: ResumePoint | None, time_left: float) -> Iterator[Stream]:
+    """huggingface_hub provides the endpoint, the user's token and the file's metadata. The bytes go to our part, so that the
+    next holder of the lease can continue them, and no lock of the hub's own cache is needed."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
@@ -238,10 +238,10 @@ def open_hub(url: str, resume: Resume | None, patience: float) -> Iterator[Strea
     except EntryNotFoundError as error:
         raise SourceError(f"{repository} has no file {path}") from error
     except Exception:
-        etag = None  # a hub that does not answer HEAD may still answer GET, and GET has the retries
+        etag = None  # a hub that does not answer HEAD may still answer GET, which is retried
     token = huggingface_hub.get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with open_http(address, resume, patience, headers) as stream:
+    with open_http(address, resume, time_left, headers) as stream:
         stream.name = name_in_url(url)
         # For large files the hub's ETag is the sha256 of the content.
         stream.sha256 = etag if etag and re.fullmatch(r"[0-9a-f]{64}", etag) else None
@@ -249,7 +249,7 @@ def open_hub(url: str, resume: Resume | None, patience: float) -> Iterator[Strea
 
 
 @contextmanager
-def open_s3(url: str, resume: Resume | None) -> Iterator[Stream]:
+def open_s3(url: str, resume: ResumePoint | None) -> Iterator[Stream]:
     try:
         import fsspec
 
@@ -261,7 +261,7 @@ def open_s3(url: str, resume: Resume | None) -> Iterator[Stream]:
         about = store.info(path)
         file = store.open(path, "rb", block_size=S3_BLOCK)
     except (TimeoutError, ConnectionError) as error:
-        raise TryAgain(str(error)) from error
+        raise TransientError(str(error)) from error
     except Exception as error:
         raise SourceError(str(error) or type(error).__name__) from error
     with file:

@@ -10,14 +10,14 @@ import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.assets import storm
-from holdfast.assets.storm import Announce, IterationReport, Strategy
+from holdfast.assets import race
+from holdfast.assets.race import IterationReport, OnRequest, Strategy
 from holdfast.bench.harness import Row, Tables, installed, median, median_ratio, refuse_unknown, run_rounds, show, timed
 
 BIG_FILE = 512 << 20  # bytes
 
 
-def with_filelock(url: str, folder: Path, announce: Announce) -> Path:
+def with_filelock(url: str, folder: Path, on_request: OnRequest) -> Path:
     """The usual recipe: a file lock around look, download to `.incomplete`, rename."""
     import urllib.request
 
@@ -27,27 +27,27 @@ def with_filelock(url: str, folder: Path, announce: Announce) -> Path:
     path = folder / _name(url)
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            announce(url)
+            on_request(url)
             urllib.request.urlretrieve(url, f"{path}.incomplete")
             Path(f"{path}.incomplete").rename(path)
     return path
 
 
-def with_huggingface_hub(url: str, folder: Path, announce: Announce) -> Path:
+def with_huggingface_hub(url: str, folder: Path, on_request: OnRequest) -> Path:
     from huggingface_hub import hf_hub_download
 
     endpoint = url.removesuffix(urllib.parse.urlsplit(url).path)
-    return Path(hf_hub_download("storm/files", _name(url), cache_dir=folder, endpoint=endpoint, token=False))
+    return Path(hf_hub_download("race/files", _name(url), cache_dir=folder, endpoint=endpoint, token=False))
 
 
-def with_pooch(url: str, folder: Path, announce: Announce) -> Path:
+def with_pooch(url: str, folder: Path, on_request: OnRequest) -> Path:
     import pooch
 
     pooch.get_logger().setLevel("ERROR")
     return Path(pooch.retrieve(url, known_hash=None, fname=_name(url), path=folder))
 
 
-def with_torch_hub(url: str, folder: Path, announce: Announce) -> Path:
+def with_torch_hub(url: str, folder: Path, on_request: OnRequest) -> Path:
     import torch
 
     path = folder / _name(url)
@@ -62,7 +62,7 @@ PEERS: dict[str, tuple[Strategy, str]] = {
     "huggingface_hub": (with_huggingface_hub, "huggingface_hub.file_download"),
     "pooch": (with_pooch, "pooch"),
     "torch.hub": (with_torch_hub, "torch.hub"),
-    "naive": (storm.naive, "urllib.request"),
+    "naive": (race.naive, "urllib.request"),
 }
 
 
@@ -99,11 +99,11 @@ def bench(options: FetchBench) -> None:
 def run(options: FetchBench) -> Tables:
     refuse_unknown(options.against, PEERS)
     peers = installed({name: PEERS[name][1] for name in options.against})
-    strategies: dict[str, Strategy] = {"holdfast": storm.holdfast, **{name: PEERS[name][0] for name in peers}}
+    strategies: dict[str, Strategy] = {"holdfast": race.holdfast, **{name: PEERS[name][0] for name in peers}}
     modules = ["holdfast.bench.fetch", "httpx", *(PEERS[name][1] for name in peers)]
     megabytes, waiters = options.big_file / 1e6, options.ranks - 1
     return {
-        f"{options.ranks} processes ask for GPT-2's two files at once, {storm.LATENCY} s latency": measure_race(
+        f"{options.ranks} processes ask for GPT-2's two files at once, {race.LATENCY} s latency": measure_race(
             strategies, options.ranks, options.rounds, modules
         ),
         "a file that is already cached, in one process": measure_cached(strategies, options.rounds),
@@ -118,16 +118,16 @@ def measure_race(strategies: dict[str, Strategy], ranks: int, rounds: int, modul
 
     def turn(name: str) -> IterationReport:
         with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as work:
-            report = storm.run_iteration(strategies[name], ranks, server, Path(work), modules)
+            report = race.run_iteration(strategies[name], ranks, server, Path(work), modules)
         heads[name] += sum(count for (method, _), count in server.counts.items() if method == "HEAD")
         return report
 
-    with storm.counting_server(storm.FILES, storm.LATENCY) as server:
+    with race.counting_server(race.FILES, race.LATENCY) as server:
         reports = run_rounds({name: functools.partial(turn, name) for name in strategies}, rounds)
     return [
         {
             "strategy": name,
-            **{f"GETs {file}": statistics.mean(one.gets[file] for one in own) for file in storm.FILES},
+            **{f"GETs {file}": statistics.mean(one.gets[file] for one in own) for file in race.FILES},
             "HEADs": heads[name] / rounds,
             "failed processes": statistics.mean(one.failed_ranks for one in own),
             "wall / holdfast": median_ratio(own, reports["holdfast"], lambda one: one.seconds),
@@ -138,8 +138,8 @@ def measure_race(strategies: dict[str, Strategy], ranks: int, rounds: int, modul
 
 
 def measure_cached(strategies: dict[str, Strategy], rounds: int, calls: int = 200) -> list[Row]:
-    with storm.counting_server({"gpt2-vocab.json": 1_042_301}, 0.0) as server, tempfile.TemporaryDirectory() as work:
-        url = f"{server.address}/storm/files/resolve/main/gpt2-vocab.json"
+    with race.counting_server({"gpt2-vocab.json": 1_042_301}, 0.0) as server, tempfile.TemporaryDirectory() as work:
+        url = f"{server.address}/race/files/resolve/main/gpt2-vocab.json"
 
         def turn(name: str) -> float:
             ask = functools.partial(strategies[name], url, Path(work, name), lambda url: None)
@@ -157,9 +157,9 @@ def measure_waiting(ranks: int, rounds: int, big_file: int) -> list[Row]:
 
     def turn(count: int) -> IterationReport:
         with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=memory if memory.is_dir() else None) as work:
-            return storm.run_iteration(storm.holdfast, count, server, Path(work), check=False)
+            return race.run_iteration(race.holdfast, count, server, Path(work), check=False)
 
-    with storm.counting_server({"big.bin": big_file}, 0.0) as server:
+    with race.counting_server({"big.bin": big_file}, 0.0) as server:
         turns = {"alone": functools.partial(turn, 1), "waited for": functools.partial(turn, ranks)}
         reports = run_rounds(turns, rounds)
     return [

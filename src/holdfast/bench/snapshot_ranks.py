@@ -65,7 +65,7 @@ class TrainingLoop:
 
 
 @dataclass
-class Block:
+class StepBlock:
     """Consecutive steps: seconds per step; with snapshots also the stall and the copy of each, in seconds."""
 
     seconds: float = 0.0
@@ -80,7 +80,7 @@ def train(task: dict[str, Any], rank: int) -> dict[str, Any]:
     for _ in range(3):
         loop.backward()
         loop.update()
-    turns: dict[str, Callable[[], Block]] = {
+    turns: dict[str, Callable[[], StepBlock]] = {
         "plain": lambda: _plain_block(loop, task["steps"]),
         "held": lambda: _snapshot_block(loop, snapshots, task["steps"]),
     }
@@ -107,7 +107,7 @@ def train(task: dict[str, Any], rank: int) -> dict[str, Any]:
     return answer
 
 
-def _plain_block(loop: TrainingLoop, steps: int) -> Block:
+def _plain_block(loop: TrainingLoop, steps: int) -> StepBlock:
     begin = 0.0
     for number in range(-1, steps):
         if number == 0:  # one step before the measured ones, as with snapshots: an idle device runs faster for a moment
@@ -116,14 +116,14 @@ def _plain_block(loop: TrainingLoop, steps: int) -> Block:
         loop.backward()
         loop.update()
     loop.wait()
-    return Block((time.perf_counter() - begin) / steps)
+    return StepBlock((time.perf_counter() - begin) / steps)
 
 
-def _snapshot_block(loop: TrainingLoop, snapshots: Snapshots, steps: int, device_first: bool = False) -> Block:
+def _snapshot_block(loop: TrainingLoop, snapshots: Snapshots, steps: int, device_first: bool = False) -> StepBlock:
     """Steps with snapshots. With `device_first` the device finishes the backward pass before `commit`, whose wait is then
     caused by the snapshot alone. Without it the host runs ahead of the device, and waits in `commit` instead of elsewhere.
     """
-    begin, block = 0.0, Block()
+    begin, block = 0.0, StepBlock()
     for number in range(-1, steps):
         if number == 0:
             # a copy runs during the first measured step too; the one of the last step ends after the measured time

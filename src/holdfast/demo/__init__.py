@@ -1,2 +1,1 @@
-"""The whole path on this machine, offline, in a few minutes: text → tokenizer → dataset → training, with a rank killed on the way
-→ Hugging Face → text."""
+"""The demo: text → tokenizer → dataset → training, in which a rank is killed → Hugging Face → text; offline, on this machine."""

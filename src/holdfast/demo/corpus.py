@@ -1,4 +1,4 @@
-"""The demo's text: the Python standard library's own sources, found on this machine. Nothing is bundled or fetched."""
+"""The demo's text: the sources of the Python standard library on this machine. Nothing is bundled or fetched."""
 
 import sysconfig
 from pathlib import Path
@@ -26,5 +26,5 @@ def collect_standard_library(path: Path) -> tuple[int, int]:
                 out.write(orjson.dumps({"text": text, "path": str(file.relative_to(root))}) + b"\n")
                 count, size = count + 1, size + len(text.encode())
     if not count:
-        raise HoldfastError(f"found no Python sources below {root}; the demo trains on the standard library's own text")
+        raise HoldfastError(f"found no Python sources below {root}; the demo trains on the standard library's sources")
     return count, size

@@ -1,4 +1,4 @@
-"""The folder that the demo works in: its own, marked as such, so that nothing of the user's is ever removed.
+"""The folder that the demo works in: marked as its own, so that it never removes a file of the user.
 
 The invariant: a folder without the marker is used only if it is missing or empty; in a marked one only the names that the demo
 itself writes are removed.
@@ -20,12 +20,12 @@ WRITTEN = (
 
 
 def claim(work: Path) -> None:
-    """Makes the folder the demo's own and removes what an earlier demo left there; refuses a folder of the user's."""
+    """Makes the folder the demo's own and removes what an earlier demo left there; refuses a folder with other files."""
     try:
         work.mkdir(parents=True, exist_ok=True)
         if not (work / MARKER).is_file() and any(work.iterdir()):
             raise HoldfastError(
-                f"{work} holds files that the demo did not write, and the demo works only in a folder of its own: "
+                f"{work} contains files that the demo did not write; the demo needs a folder of its own: "
                 f"pass another one, for example --workdir {work / 'holdfast-demo'}"
             )
         (work / MARKER).write_text(f"`holdfast demo` works here. Its next run removes: {', '.join(WRITTEN)}.\n")
@@ -35,7 +35,7 @@ def claim(work: Path) -> None:
 
 
 def remove(work: Path) -> None:
-    """Removes what the demo wrote, and the folder unless something else lies in it."""
+    """Removes what the demo wrote, and the folder unless it contains other files."""
     _remove_written(work)
     (work / MARKER).unlink(missing_ok=True)
     if not any(work.iterdir()):

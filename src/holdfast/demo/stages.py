@@ -1,4 +1,4 @@
-"""The acts of the demo, each the real verb on real files."""
+"""The stages of the demo: each runs the real verb on real files."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ TRAINING = {
 
 
 @dataclass(frozen=True)
-class Training:
-    """What a training run of the demo left behind."""
+class DemoRun:
+    """The result of one training run of the demo."""
 
     folder: Path
     seconds: float
@@ -39,7 +39,7 @@ class Training:
 
 
 def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """Text, tokenizer, dataset. Returns the tokenizer's folder, the dataset's prefix and the numbers."""
+    """Makes text, tokenizer and dataset; returns the tokenizer's folder, the dataset's prefix and the counts."""
     from holdfast.data.preprocess.run import preprocess
     from holdfast.data.sources.texts import Texts
     from holdfast.tokenizers.training import train_tokenizer
@@ -49,7 +49,7 @@ def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
     log(f"1. text         {files:,} files of the Python standard library, {size / 1e6:.1f} MB")
     start = time.perf_counter()
     train_tokenizer(Texts([corpus]), tokenizer, VOCABULARY)
-    log(f"2. tokenizer    {VOCABULARY:,} tokens learnt in {time.perf_counter() - start:.1f} s")
+    log(f"2. tokenizer    {VOCABULARY:,} tokens trained in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     summary = preprocess(
         [corpus],
@@ -64,8 +64,8 @@ def prepare(work: Path) -> tuple[Path, Path, dict[str, Any]]:
     return tokenizer, work / "stdlib_text_document", {"documents": files, "bytes": size, "tokens": summary.tokens}
 
 
-def train(work: Path, name: str, tokenizer: Path, prefix: Path, kill_at: int | None) -> Training:
-    """Trains with two ranks through the real command, and kills one of them with SIGKILL at a step if told so."""
+def train(work: Path, name: str, tokenizer: Path, prefix: Path, kill_at: int | None) -> DemoRun:
+    """Trains with two ranks through the real command, and kills one of them with SIGKILL at step `kill_at`."""
     folder = work / name
     flags = [word for key, value in TRAINING.items() for word in (f"--{key}", str(value))]
     files = ["--vocab-file", str(tokenizer / "vocab.json"), "--merge-file", str(tokenizer / "merges.txt")]
@@ -87,7 +87,7 @@ def train(work: Path, name: str, tokenizer: Path, prefix: Path, kill_at: int | N
                 if records:
                     bar.note(f"loss {records[-1]['loss']:.3f}")
                 if kill_at is not None and killed is None and step >= kill_at:
-                    killed = kill_a_rank(process.pid, step)
+                    killed = kill_rank(process.pid, step)
                 time.sleep(0.05)
         except BaseException:
             process.terminate()
@@ -95,11 +95,11 @@ def train(work: Path, name: str, tokenizer: Path, prefix: Path, kill_at: int | N
             raise
     if process.returncode:
         raise HoldfastError(f"training ended with exit code {process.returncode}; see {work / f'{name}.log'}")
-    return _outcome(folder, time.perf_counter() - start, killed)
+    return _result(folder, time.perf_counter() - start, killed)
 
 
-def kill_a_rank(supervisor: int, step: int) -> int:
-    """SIGKILL to the youngest rank below a supervisor, as an out-of-memory killer or a failing GPU would end it."""
+def kill_rank(supervisor: int, step: int) -> int:
+    """Kills a rank of a supervisor with SIGKILL, as an out-of-memory killer does; returns the step."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     ranks = [int(child) for child in children if b"holdfast.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
     os.kill(max(ranks), signal.SIGKILL)
@@ -107,12 +107,11 @@ def kill_a_rank(supervisor: int, step: int) -> int:
     return step
 
 
-def _outcome(folder: Path, seconds: float, killed: int | None) -> Training:
-    losses = [
-        record["validation_loss"] for record in read_journal(folder / "metrics.jsonl") if "validation_loss" in record
-    ]
+def _result(folder: Path, seconds: float, killed: int | None) -> DemoRun:
+    records = read_journal(folder / "metrics.jsonl")
+    losses = [record["validation_loss"] for record in records if "validation_loss" in record]
     resumed = [event for event in read_journal(folder / "events.jsonl") if event["event"] == "resumed"]
-    return Training(folder, seconds, losses[0], losses[-1], resumed[-1] if resumed else None, killed)
+    return DemoRun(folder, seconds, losses[0], losses[-1], resumed[-1] if resumed else None, killed)
 
 
 def same_weights(left: Path, right: Path) -> bool:

@@ -1,6 +1,6 @@
-"""The bytes of a download so far, in a form that another process can continue.
+"""The part: the bytes of a download so far, in a form that another process can continue.
 
-The invariant: `PART.json` describes the bytes in `PART` at every instant, because the part is emptied before its description
+The invariant: `PART.json` describes the bytes in `PART` at every instant, because the part is truncated before its state
 changes, and a byte is in the file before it is counted. After a kill -9 all counted bytes are good (the kernel has them);
 after a crash of the machine, or seen from another machine, only those up to `durable` are, which were synced.
 """
@@ -21,40 +21,42 @@ SYNC_EVERY = 64 << 20
 
 
 @dataclass
-class Description:
+class DownloadState:
+    """The content of `PART.json`."""
+
     url: str = ""
     validator: str | None = None
     """A strong ETag or a Last-Modified date: the server's file is the same as long as this is."""
     length: int | None = None
     name: str = ""
-    """What the server, or else the URL, calls the file."""
+    """The name of the file at the server, or else in the URL."""
     sha256: str | None = None
-    """What the source says the whole file's checksum is."""
+    """The whole file's checksum as stated by the source."""
     durable: int = 0
     stitched: bool = False
-    """The bytes came in several responses, so a wrong checksum may be the seam's fault: worth one start from zero."""
+    """The bytes come from several responses, which may not fit: on a wrong checksum one download from byte 0 is tried."""
 
 
-class Part:
-    """A growing file and the checksum of what is in it. One process writes it at a time."""
+class PartialFile:
+    """A growing file and the checksum of its content. One process writes it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._description_path = path.with_name(path.name + ".json")
-        self.about = Description()
+        self._state_path = path.with_name(path.name + ".json")
+        self.state = DownloadState()
         self.size = 0
         self._hash = hashlib.sha256()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
     def continue_bytes(self, trust_all: bool, beat: Callable[[], None]) -> None:
-        """Takes over what is in the file; without `trust_all` only what was synced."""
+        """Continues with the bytes in the file; without `trust_all` only with those that were synced."""
         try:
-            self.about = Description(**json.loads(self._description_path.read_bytes()))
+            self.state = DownloadState(**json.loads(self._state_path.read_bytes()))
         except (FileNotFoundError, ValueError, TypeError):
             self.clear()
             return
         size = os.fstat(self._descriptor).st_size
-        usable = size if trust_all else min(size, self.about.durable)
+        usable = size if trust_all else min(size, self.state.durable)
         os.ftruncate(self._descriptor, usable)
         while self.size < usable:
             block = os.pread(self._descriptor, BLOCK, self.size)
@@ -64,41 +66,41 @@ class Part:
         os.lseek(self._descriptor, usable, os.SEEK_SET)
 
     def copy_from(self, other: Path, trust_all: bool, beat: Callable[[], None]) -> None:
-        """As `continue_bytes`, from a part whose writer may only be asleep and may go on writing to it."""
-        description = other.with_name(other.name + ".json")
+        """As `continue_bytes`, from a part whose writer may only be stopped and may go on writing to it."""
+        state_path = other.with_name(other.name + ".json")
         with suppress(FileNotFoundError), other.open("rb") as source:
-            about = description.read_bytes()
+            before = state_path.read_bytes()
             while block := source.read(BLOCK):
                 write_all(self._descriptor, block)
                 beat()
-            # The sleeper may have started over between the two reads; then the description is another one.
-            if description.read_bytes() == about:
-                self._description_path.write_bytes(about)
+            # The writer may have started over between the two reads; then the state differs.
+            if state_path.read_bytes() == before:
+                self._state_path.write_bytes(before)
         self.continue_bytes(trust_all, beat)
 
-    def start(self, about: Description) -> None:
-        """Empties the part for a file from its first byte."""
+    def start(self, state: DownloadState) -> None:
+        """Truncates the part for a download from the first byte."""
         self.clear()
-        self.about = about
-        self._write_description()
+        self.state = state
+        self._write_state()
 
     def stitch(self) -> None:
-        if not self.about.stitched:
-            self.about.stitched = True
-            self._write_description()
+        if not self.state.stitched:
+            self.state.stitched = True
+            self._write_state()
 
     def append(self, chunk: bytes) -> None:
         write_all(self._descriptor, chunk)
         self._hash.update(chunk)
         self.size += len(chunk)
-        if self.size - self.about.durable >= SYNC_EVERY:
+        if self.size - self.state.durable >= SYNC_EVERY:
             self.sync()
 
     def sync(self) -> None:
         os.fsync(self._descriptor)
-        self.about.durable = self.size
-        if self.about.url:
-            self._write_description()
+        self.state.durable = self.size
+        if self.state.url:
+            self._write_state()
 
     def sha256(self) -> str:
         return self._hash.hexdigest()
@@ -106,14 +108,14 @@ class Part:
     def clear(self) -> None:
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
-        self.size, self.about, self._hash = 0, Description(), hashlib.sha256()
+        self.size, self.state, self._hash = 0, DownloadState(), hashlib.sha256()
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
-        self._description_path.unlink(missing_ok=True)
+        self._state_path.unlink(missing_ok=True)
 
     def keep_or_remove(self) -> None:
-        """Leaves what the next holder can continue, and nothing else."""
+        """Keeps what the next holder can continue, and nothing else."""
         if self.size:
             self.sync()
         else:
@@ -122,5 +124,5 @@ class Part:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _write_description(self) -> None:
-        replace_file(self._description_path, json.dumps(asdict(self.about)).encode())
+    def _write_state(self) -> None:
+        replace_file(self._state_path, json.dumps(asdict(self.state)).encode())

@@ -1,13 +1,12 @@
-"""The many-ranks download race, made to happen: all ranks of a node ask for GPT-2's two files in the same instant.
+"""The many-ranks download race: all ranks of a node fetch GPT-2's two files at the same moment.
 
-A loopback server with some latency counts what is asked of it; the ranks are real processes that wait for one gun, with an
-empty cache in every iteration. `naive` is what job scripts do: look, download to the working folder, move.
+A loopback server with some latency counts the requests; the ranks are real processes that start on one signal, with an
+empty cache in every iteration. `naive` is what job scripts do: check, download to the working folder, move.
 """
 
 import hashlib
 import http.server
 import multiprocessing
-import multiprocessing.connection
 import os
 import random
 import shutil
@@ -23,27 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.assets.catalog import FileSpec
-from holdfast.assets.fetching import fetch_wanted
+from holdfast.assets.fetching import fetch_file
 
 FILES = {"gpt2-vocab.json": 1_042_301, "gpt2-merges.txt": 456_318}
 LATENCY = 0.2
 RANK_TIMEOUT = 300.0
 
-Announce = Callable[[str], None]
-Strategy = Callable[[str, Path, Announce], Path]
-"""Brings a URL's file into a folder, tells of every request it makes, and returns the file's path."""
+OnRequest = Callable[[str], None]
+Strategy = Callable[[str, Path, OnRequest], Path]
+"""Downloads a URL into a folder, reports every request that it makes, and returns the file's path."""
 
 
-def holdfast(url: str, folder: Path, announce: Announce) -> Path:
-    return fetch_wanted(FileSpec(url), folder, timeout=RANK_TIMEOUT, announce=announce).path
+def holdfast(url: str, folder: Path, on_request: OnRequest) -> Path:
+    return fetch_file(FileSpec(url), folder, timeout=RANK_TIMEOUT, on_request=on_request).path
 
 
-def naive(url: str, folder: Path, announce: Announce) -> Path:
-    """Looks whether the file is there, downloads it to a free name in the working folder, moves it: three races in a row."""
+def naive(url: str, folder: Path, on_request: OnRequest) -> Path:
+    """Checks whether the file exists, downloads it to a free name in the working folder, moves it: three races in a row."""
     name = urllib.parse.urlsplit(url).path.rpartition("/")[2]
     path = folder / name
     if not path.exists():
-        announce(url)
+        on_request(url)
         descriptor, temporary = tempfile.mkstemp(dir=".", prefix=name)
         with urllib.request.urlopen(url) as response, os.fdopen(descriptor, "wb") as file:
             shutil.copyfileobj(response, file)
@@ -80,9 +79,9 @@ class IterationReport:
     failed_ranks: int
     wrong_bytes: int
     seconds: float
-    """From the gun to the last rank's last byte."""
+    """From the start signal to the last rank's last byte."""
     holder_seconds: float
-    """From the gun until the last file was there, of the slowest rank that downloaded something itself."""
+    """From the start signal to the last file, of the slowest rank that downloaded something itself."""
     waiters_cpu_seconds: float
     """Of all ranks that downloaded nothing, together."""
     downloads: list[dict[str, Any]]
@@ -106,7 +105,7 @@ class CountingServer(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is the client's affair."""
+        """Ignores clients that close the connection."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -122,7 +121,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", "0" * 40)  # what huggingface_hub wants to hear, for its turn in `bench fetch`
+        self.send_header("X-Repo-Commit", "0" * 40)  # huggingface_hub requires it (`bench fetch`)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)
@@ -130,17 +129,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """The counts are the log."""
+        """Logs nothing: the requests are counted."""
 
 
-def _some_bytes(count: int) -> bytes:
+def _random_bytes(count: int) -> bytes:
     source = random.Random(count)
     return b"".join(source.randbytes(min(1 << 20, count - at)) for at in range(0, count, 1 << 20))
 
 
 @contextmanager
 def counting_server(sizes: dict[str, int], latency: float) -> Iterator[CountingServer]:
-    server = CountingServer({name: _some_bytes(size) for name, size in sizes.items()}, latency)
+    server = CountingServer({name: _random_bytes(size) for name, size in sizes.items()}, latency)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
@@ -150,17 +149,17 @@ def counting_server(sizes: dict[str, int], latency: float) -> Iterator[CountingS
         server.server_close()
 
 
-def run_rank(strategy: Strategy, local_rank: int, wanted: dict[str, str], work: Path, gun: Any, pipe: Any) -> None:
-    """The life of one rank: `wanted` maps URLs to checksums; an empty one is not checked."""
+def run_rank(strategy: Strategy, local_rank: int, checksums: dict[str, str], work: Path, start: Any, pipe: Any) -> None:
+    """One rank: fetches the URLs of `checksums` and compares the files; an empty checksum is not compared."""
     os.environ.update(LOCAL_RANK=str(local_rank), RANK=str(local_rank))
     os.chdir(work)
     report = RankReport(local_rank)
     pipe.send("ready")
     with suppress(EOFError):
-        gun.recv()
+        start.recv()
     report.began = time.monotonic()
     try:
-        for url, checksum in wanted.items():
+        for url, checksum in checksums.items():
             cpu = time.process_time()
             path = strategy(url, work / "cache", report.downloads.append)
             report.fetched = time.monotonic()
@@ -181,27 +180,27 @@ def run_iteration(
     preload: Sequence[str] = (__name__,),
     check: bool = True,
 ) -> IterationReport:
-    """Starts the ranks on an empty cache and lets them go at once. `preload` are modules that they find imported."""
+    """Starts the ranks on an empty cache and releases them at once. `preload`: modules imported beforehand."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     server.counts.clear()
-    wanted = {
-        f"{server.address}/storm/files/resolve/main/{name}": hashlib.sha256(content).hexdigest() if check else ""
+    checksums = {
+        f"{server.address}/race/files/resolve/main/{name}": hashlib.sha256(content).hexdigest() if check else ""
         for name, content in server.contents.items()
     }
-    gun, trigger = context.Pipe(duplex=False)
+    start, release = context.Pipe(duplex=False)
     readers, processes = [], []
     for local_rank in range(ranks):
         reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(strategy, local_rank, wanted, work, gun, writer))
+        process = context.Process(target=run_rank, args=(strategy, local_rank, checksums, work, start, writer))
         process.start()
         writer.close()
         readers.append(reader)
         processes.append(process)
     for reader in readers:
         reader.recv()
-    trigger.close()  # the end of file reaches all of them in one instant
-    reports = list(_collect(readers))
+    release.close()  # all ranks read the end of file at the same moment
+    reports = [_receive(local_rank, reader) for local_rank, reader in enumerate(readers)]
     for process in processes:
         process.join()
     return IterationReport(
@@ -221,35 +220,26 @@ def _span(reports: list[RankReport]) -> float:
     return max(one.ended for one in finished) - min(one.began for one in finished) if finished else 0.0
 
 
-def _collect(readers: list[Any]) -> Iterator[RankReport]:
-    waiting = {reader: rank for rank, reader in enumerate(readers)}
-    while waiting:
-        for ready in multiprocessing.connection.wait(list(waiting)):
-            reader: Any = ready
-            rank = waiting.pop(reader)
-            try:
-                yield reader.recv()
-            except EOFError:
-                yield RankReport(rank, error="the rank died")
-            reader.close()
+def _receive(local_rank: int, reader: Any) -> RankReport:
+    with reader:
+        try:
+            report: RankReport = reader.recv()
+        except EOFError:
+            return RankReport(local_rank, error="the rank died")
+    return report
 
 
-def run_storm(
-    strategy: Strategy,
-    ranks: int,
-    iterations: int,
-    latency: float = LATENCY,
-    tell: Callable[[str], None] = lambda line: None,
-    preload: Sequence[str] = (__name__,),
+def run_race(
+    strategy: Strategy, ranks: int, iterations: int, on_download: Callable[[str], None]
 ) -> list[IterationReport]:
-    """`iterations` times: clear the cache, start the ranks. `tell` gets a line for every download."""
+    """`iterations` times: clear the cache, start the ranks. `on_download` receives a line for every download."""
     reports = []
-    with counting_server(FILES, latency) as server:
+    with counting_server(FILES, LATENCY) as server:
         for number in range(1, iterations + 1):
-            with tempfile.TemporaryDirectory(prefix="holdfast-storm-") as work:
-                report = run_iteration(strategy, ranks, server, Path(work), preload)
+            with tempfile.TemporaryDirectory(prefix="holdfast-race-") as work:
+                report = run_iteration(strategy, ranks, server, Path(work))
             for one in report.downloads:
-                tell(f"Iteration {number}: downloading on LOCAL_RANK {one['local_rank']} from {one['url']}")
+                on_download(f"Iteration {number}: downloading on LOCAL_RANK {one['local_rank']} from {one['url']}")
             reports.append(report)
     return reports
 

@@ -10,13 +10,15 @@ import pytest
 
 from tests.flockless import without_flock
 
-PATIENCE = 550
+TIME_LIMIT = 550
 
 
-def storm(ranks: int, iterations: int, strategy: str = "holdfast", **environment: str) -> dict:
+def run_race(ranks: int, iterations: int, strategy: str = "holdfast", **environment: str) -> dict:
     command = [sys.executable, "-m", "holdfast.cli", "fetch-storm", "--json", "--strategy", strategy]
     command += ["--ranks", str(ranks), "--iterations", str(iterations)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=TIME_LIMIT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     lines = [line for line in done.stderr.splitlines() if line.startswith("Iteration ")]
@@ -37,7 +39,7 @@ def assert_exactly_once(report: dict, iterations: int) -> None:
     [(64, 2), pytest.param(64, 10, marks=pytest.mark.slow), pytest.param(256, 1, marks=pytest.mark.slow)],
 )
 def test_many_processes_cause_one_download_per_file_and_no_failure(ranks, iterations):
-    assert_exactly_once(storm(ranks, iterations), iterations)
+    assert_exactly_once(run_race(ranks, iterations), iterations)
 
 
 FLOCK_FILE_TWICE = """
@@ -60,11 +62,11 @@ def test_it_holds_where_flock_does_not_work(mode, iterations, tmp_path):
     command = [sys.executable, "-c", FLOCK_FILE_TWICE, str(tmp_path / "lock")]
     seen = subprocess.run(command, env=broken, capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == f"[{mode}, {mode}]", "the shim is not in the way"
-    assert_exactly_once(storm(64, iterations, **broken), iterations)
+    assert_exactly_once(run_race(64, iterations, **broken), iterations)
 
 
 def test_the_naive_way_shows_the_race():
-    report = storm(64, 2, "naive")
+    report = run_race(64, 2, "naive")
     assert all(one["gets"]["gpt2-vocab.json"] > 1 for one in report["per_iteration"])
     assert report["failed_ranks"] > 0
     assert report["gets"]["gpt2-vocab.json"] == sum(
