@@ -173,6 +173,33 @@ def test_a_node_with_a_slow_disk_is_waited_for_as_long_as_it_writes(pair, oracle
     assert files == {"latest", "MANIFEST.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"}
 
 
+def write_until_done(half, step, checkpoints):
+    for _ in range(3):
+        with contextlib.suppress(HoldfastError):
+            return persisting.write_checkpoint(half, step, checkpoints, patience=20.0)
+    return None
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_is_not_published_without_the_shard_of_another_node(pair, oracle, halves, monkeypatch):  # noqa: F811
+    """The keeper of rank 0 failed and removed the folder while the other node wrote: its entry comes without its shard."""
+    arenas, step = halves
+    write_shard, removed = persisting._write_shard, []
+
+    def write_and_lose_once(folder, held):
+        file = write_shard(folder, held)
+        if held.arena.rank == 1 and not removed:
+            removed.append(file)
+            (folder / file.name).unlink()
+        return file
+
+    monkeypatch.setattr(persisting, "_write_shard", write_and_lose_once)
+    with ThreadPoolExecutor(2) as pool:
+        writes = [pool.submit(write_until_done, half, step, pair.folder / "checkpoints") for half in arenas]
+        assert len({write.result() for write in writes}) == 1
+    assert removed and hash_on_disk(pair, step) == oracle(pair)[step]
+
+
 @pytest.mark.distributed
 def test_nodes_write_again_together_after_the_disk_of_the_first_one_failed(pair, oracle, halves, monkeypatch):  # noqa: F811
     """The keeper of rank 0 fails once and removes what both wrote: the other one writes its part again."""
@@ -184,15 +211,10 @@ def test_nodes_write_again_together_after_the_disk_of_the_first_one_failed(pair,
             raise failures.pop()
         publish_step(*paths)
 
-    def write_until_done(half):
-        for _ in range(3):
-            with contextlib.suppress(HoldfastError):
-                return persisting.write_checkpoint(half, step, pair.folder / "checkpoints", patience=20.0)
-        return None
-
     monkeypatch.setattr(persisting, "publish_step", fail_once)
     with ThreadPoolExecutor(2) as pool:
-        assert len(set(pool.map(write_until_done, arenas))) == 1
+        writes = [pool.submit(write_until_done, half, step, pair.folder / "checkpoints") for half in arenas]
+        assert len({write.result() for write in writes}) == 1
     assert not failures and hash_on_disk(pair, step) == oracle(pair)[step]
 
 

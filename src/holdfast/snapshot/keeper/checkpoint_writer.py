@@ -234,8 +234,13 @@ def start_token(arenas: Sequence[Arena], step: int) -> str | None:
 
 
 def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> None:
-    """The manifest, then the name."""
-    write_manifest(temporary, _manifest(entries))
+    """The manifest, then the name. An attempt that failed may have removed a shard whose entry was written after that."""
+    manifest = _manifest(entries)
+    for file in manifest.files:
+        shard = temporary / file.name
+        if not shard.exists() or shard.stat().st_size != file.bytes:
+            raise HoldfastError(f"the shard of rank {file.rank} is no longer in {temporary}")
+    write_manifest(temporary, manifest)
     fsync(temporary / FILE_NAME)
     for suffix in (ENTRY_SUFFIX, LIFE_SUFFIX):
         for path in temporary.glob("*" + suffix):
@@ -263,7 +268,8 @@ def _entry_path(folder: Path, rank: int) -> Path:
 
 
 def _read_entries(folder: Path) -> list[dict[str, Any]]:
-    return [read_json(path) for path in sorted(folder.glob("*" + ENTRY_SUFFIX))]
+    found = (read_json(path) for path in sorted(folder.glob("*" + ENTRY_SUFFIX)))
+    return [entry for entry in found if entry is not None]
 
 
 def _write_shard(folder: Path, held: ReadySlot) -> ShardFile:
