@@ -10,6 +10,10 @@ import pytest
 from holdfast.checkpoint import load, open_checkpoint
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot.keeper.client import start_keeper
+from holdfast.snapshot.keeper.save_queue import node_arenas
+from holdfast.snapshot.keeper.service import Keeper
+from holdfast.snapshot.keeper.status import keeper_status
+from holdfast.snapshot.memory.ready_slot import common_steps, find_ready
 from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, read_json, write_json
 from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError
@@ -301,3 +305,29 @@ def test_a_keeper_that_does_not_know_its_ranks_leaves_a_living_one_its_memory(ru
     assert run_memory.path.exists() and keeper_alive(run_memory)
     page["status"] = FINISHED
     wait_for(lambda: not run_memory.path.exists(), "the folder to go")
+
+
+def test_a_save_requested_right_before_the_ranks_end_is_done_before_the_memory_is_freed(run, monkeypatch):
+    """The request and FINISHED come after the keeper has read the requests of a round."""
+    run.world, run.steps, run.pace = 1, 400, 0.01
+    launched, run_memory = launch(run), place_of(run)
+    process = keeper_process(run_memory)
+    wait_for(lambda: run_memory.pages()[0]["ready"] >= 3, "snapshots")
+    os.kill(process, signal.SIGSTOP)
+    launched.kill()
+    launched.wait(run)
+    os.kill(process, signal.SIGKILL)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    keeper = Keeper(run_memory, keeper_status(run_memory))
+    with node_arenas(run_memory) as arenas:
+        step = common_steps(arenas)[0]
+        token = find_ready(arenas[0], step).small["token"]
+    write_json(
+        run_memory.requests / "1-save.json", {"kind": "save", "step": step, "token": token, "retention": [1, None]}
+    )
+    pages = run_memory.pages()
+    pages[0]["status"] = FINISHED
+    assert not keeper._has_ended(pages), "the request is still to be done"
+    keeper._saves.work()
+    assert keeper._has_ended(pages) and nothing_left(run.memory)
+    assert [event["reason"] for event in run.events("persisted")] == ["save"]

@@ -205,10 +205,11 @@ class SaveQueue:
 
     def _complete_publication(self, request: SaveRequest, saved: Path, step: int, arenas: list[Arena]) -> None:
         """What may be missing after a checkpoint has its name: `latest`, and retention."""
-        if not self.agreement.multi_node:  # else another node may be writing it
+        owner = any(arena.rank == 0 for arena in arenas)
+        if owner:  # the keeper of another node that writes `latest` now tries again
             remove_temporaries(saved.with_name(LATEST))
         point_latest(saved)
-        if any(arena.rank == 0 for arena in arenas):
+        if owner:
             retain_after(step, saved.parent, request.retention, (request.resumed, self._written))
 
     def _left_to_ranks(self, request: SaveRequest) -> bool:

@@ -153,6 +153,7 @@ class Keeper:
             return False
         statuses = {page["status"] for page in pages.values()}
         ending = self._saves.ending
+        self._saves.read()  # what the ranks requested right before they ended
         if statuses == {FINISHED} and self._saves.agreement.multi_node:
             self._saves.drop_after_end()
         if self._saves and not ending:
