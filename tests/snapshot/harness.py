@@ -251,7 +251,9 @@ class Injector:
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "kill while writing":
-            wait_for(lambda: any(h.state == 1 for h in self._snapshots._holder.arena.headers()), "a slot to be WRITING")
+            wait_for(
+                lambda: any(h.state == 1 for h in self._snapshots._allocator.arena.headers()), "a slot to be WRITING"
+            )
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "segfault":
             ctypes.string_at(0)
@@ -274,7 +276,7 @@ class Injector:
         elif what == "kill keeper":
             kill_keeper(self._snapshots.run_memory)
         elif what == "break the next copy":
-            copier = self._snapshots._holder._copier
+            copier = self._snapshots._allocator._copier
             original = copier._copy
 
             def broken(copy: Any, versions: Any) -> None:
@@ -390,10 +392,8 @@ def nothing_left(memory: Path) -> bool:
 
 def abandon(snapshots: Any) -> None:
     """Leaves a run's memory as a kill of the process would, without ending it."""
-    snapshots._holder.close()
-    snapshots.page["status"] = 0
-    if snapshots._run_claim is not None:
-        snapshots._run_claim.release()
+    snapshots._allocator.close()
+    snapshots._claim.release()
 
 
 def report_nan_and_die(snapshots: Any) -> None:

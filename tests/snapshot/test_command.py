@@ -9,8 +9,9 @@ import pytest
 
 from holdfast import cli
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.snapshot.memory.arena import NOTHING, Arena, DamagedError
+from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.ready_slot import OvertakenError, find_ready
+from holdfast.snapshot.memory.slot import NOTHING, DamagedError
 from tests.snapshot.harness import Fault, launch, nothing_left, wait_for
 
 pytestmark = pytest.mark.distributed

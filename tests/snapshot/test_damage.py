@@ -6,7 +6,8 @@ import signal
 import psutil
 import pytest
 
-from holdfast.snapshot.memory.arena import READY, Arena
+from holdfast.snapshot.memory.arena import Arena
+from holdfast.snapshot.memory.slot import READY
 from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
 
 pytestmark = pytest.mark.distributed

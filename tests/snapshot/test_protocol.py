@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.snapshot.memory.arena import NOTHING, READY, WRITING, SlotHeader
+from holdfast.snapshot.memory.slot import NOTHING, READY, WRITING, SlotHeader
 from holdfast.snapshot.memory.slot_allocator import slots_to_use
 
 STEPS = 12

@@ -9,9 +9,10 @@ from typing import Any
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
 from holdfast.checkpoint.reader import Checkpoint
-from holdfast.snapshot.memory.arena import EMPTY, READY, SLOTS, STATES, Arena, DamagedError
+from holdfast.snapshot.memory.arena import SLOTS, Arena
 from holdfast.snapshot.memory.ready_slot import OvertakenError, ReadySlot, common_steps, newest_generation
 from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, open_arenas
+from holdfast.snapshot.memory.slot import EMPTY, READY, STATES, DamagedError
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
 from holdfast.system.leases import lease_seconds, newest_lease
@@ -75,7 +76,7 @@ def run_facts(run_memory: RunMemory, verify: bool = False, verify_disk_bytes: fl
                 "rank": rank,
                 "alive": page.owner_alive(),
                 "step": page["step"],
-                "stands": page.where,
+                "stands": page.phase_name,
                 "skipped": page["skipped"],
             }
             for rank, page in run_memory.pages().items()

@@ -9,7 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from holdfast.snapshot.memory.arena import EMPTY, READY, Arena
+from holdfast.snapshot.memory.arena import Arena
+from holdfast.snapshot.memory.slot import EMPTY, READY
 from tests.snapshot.harness import abandon, context, wait_for
 
 TENSORS, ELEMENTS = 6, 40_000
@@ -21,8 +22,8 @@ def copy_for_ever(path, first_step):
 
     from holdfast.checkpoint.layout import lay_out
     from holdfast.checkpoint.state import describe
-    from holdfast.snapshot.memory.arena import WRITING, SlotHeader, sizes_for
     from holdfast.snapshot.memory.copier import Copier, Copy
+    from holdfast.snapshot.memory.slot import WRITING, SlotHeader, sizes_for
 
     torch.set_num_threads(1)
     tensors = [torch.zeros(ELEMENTS + i) for i in range(TENSORS)]

@@ -18,9 +18,10 @@ import torch
 from holdfast.checkpoint.layout import lay_out
 from holdfast.checkpoint.state import describe
 from holdfast.snapshot import Snapshots
-from holdfast.snapshot.memory.arena import WRITING, Arena, DamagedError, SlotHeader, sizes_for
+from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.copier import Copier, Copy
 from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, lock_keeper, remove_stale
+from holdfast.snapshot.memory.slot import WRITING, DamagedError, SlotHeader, sizes_for
 from holdfast.snapshot.ranks.status_page import RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError
 from tests.disks import small_disk

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot import Snapshots
-from holdfast.snapshot.memory.arena import NOTHING, READY, Arena, SlotHeader
+from holdfast.snapshot.memory.arena import Arena
+from holdfast.snapshot.memory.slot import NOTHING, READY, SlotHeader
 from holdfast.snapshot.memory.slot_allocator import slots_to_use
 from holdfast.system.errors import HoldfastError
 from tests.gloo import spawn_ranks
@@ -157,7 +158,7 @@ def test_a_save_of_the_step_that_was_resumed_from_does_not_block_later_saves(tmp
     second.save(1)
     wait_for(lambda: [step for step, _ in checkpoints_in(tmp_path)] == [1], "step 1 on disk")
     wait_for(lambda: not list(second.run_memory.requests.iterdir()), "the keeper to be done")
-    assert not second._holder.pinned()
+    assert not second._allocator.pinned()
     second.close()
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.snapshot.memory.arena import EMPTY, NOTHING, READY, WRITING, SlotHeader
+from holdfast.snapshot.memory.slot import EMPTY, NOTHING, READY, WRITING, SlotHeader
 from holdfast.snapshot.memory.slot_allocator import SlotAllocator
 from holdfast.snapshot.ranks.rank_group import Exchange, RankGroup
 from holdfast.snapshot.ranks.status_page import _FIELDS, NOT_HELD, SLOT_WORDS, RankStatus
@@ -133,7 +133,7 @@ class ModelDesk(RankStatus):
 
     def __init__(self, rank: Rank) -> None:
         self._words: Any = [0] * len(_FIELDS)
-        self["ready"], self["given_up"] = rank.ready, rank.given_up
+        self["ready"], self["skipped_step"] = rank.ready, rank.given_up
         for slot in range(SLOT_WORDS):
             held = slot < SLOTS and rank.slots[slot].state == READY
             self.set_held(slot, rank.slots[slot].step if held else NOT_HELD)
@@ -152,7 +152,7 @@ class LooseDesk(ModelDesk):
 @functools.lru_cache(maxsize=1 << 18)
 def look(ranks: tuple[Rank, ...], index: int, ready: int, exact: bool) -> Exchange:
     rank_group = object.__new__(RankGroup)
-    rank_group.rank, rank_group.one_node, rank_group._patience = index, True, 0.0
+    rank_group.rank, rank_group.one_node, rank_group._wait_seconds = index, True, 0.0
     rank_group._pages = {i: (ModelDesk if exact else LooseDesk)(rank) for i, rank in enumerate(ranks)}
     return rank_group.finish_exchange(ready)
 
@@ -163,7 +163,7 @@ def exchange(told: tuple[int, ...], ready: int) -> Exchange:
     rank_group = object.__new__(RankGroup)
     rank_group.one_node = False
     lowest = [min(told), min(-one for one in told), 0, 0, 0, 0, 0]
-    rank_group._gate = (SimpleNamespace(wait=lambda: None), torch.tensor(lowest, dtype=torch.int64))
+    rank_group._pending = (SimpleNamespace(wait=lambda: None), torch.tensor(lowest, dtype=torch.int64))
     return rank_group.finish_exchange(ready)
 
 

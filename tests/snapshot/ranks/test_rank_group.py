@@ -90,7 +90,7 @@ def _drift(folder, memory, steps):
     """Local SGD without any exchange: rank 1 is slow at first, rank 0 later. Each looks at what both hold, all the time."""
     from holdfast.snapshot.ranks import rank_group as rank_group
 
-    rank_group.GATE_SECONDS = 0.2
+    rank_group.EXCHANGE_SECONDS = 0.2
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = torch.nn.Linear(8, 8)
@@ -126,7 +126,7 @@ def _crash_apart(folder, memory):
     """Rank 0 runs 40 steps ahead of rank 1, then both die."""
     from holdfast.snapshot.ranks import rank_group as rank_group
 
-    rank_group.GATE_SECONDS = 0.2
+    rank_group.EXCHANGE_SECONDS = 0.2
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = torch.nn.Linear(8, 8)

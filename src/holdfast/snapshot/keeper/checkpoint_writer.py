@@ -36,9 +36,10 @@ from holdfast.checkpoint.manifest import (
     write_manifest,
 )
 from holdfast.checkpoint.retention import retain
-from holdfast.snapshot.memory.arena import Arena, DamagedError
+from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.ready_slot import OvertakenError, ReadySlot, find_ready
 from holdfast.snapshot.memory.run_memory import read_json, write_json
+from holdfast.snapshot.memory.slot import DamagedError
 from holdfast.system.atomic_files import explain_os_error, fsync
 from holdfast.system.errors import HoldfastError
 

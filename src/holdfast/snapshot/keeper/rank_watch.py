@@ -66,7 +66,7 @@ class RankWatch:
         return new
 
     def _report(self, kind: str, rank: int, page: RankStatus, pages: dict[int, RankStatus]) -> None:
-        states = {str(r): f"step {d['step']}, {d.where}, {d.age:.1f} s ago" for r, d in pages.items()}
+        states = {str(r): f"step {d['step']}, {d.phase_name}, {d.age:.1f} s ago" for r, d in pages.items()}
         cause = page.error_text
         self._journal.event(
             "failure", kind=kind, rank=rank, step=page["step"], process=page["process"], cause=cause, ranks=states

@@ -22,9 +22,10 @@ import xxhash
 
 from holdfast.checkpoint.layout import PAGE
 from holdfast.snapshot.keeper.channel import TIMEOUT, Channel, run_identity
-from holdfast.snapshot.memory.arena import NOTHING, PEER, READY, WRITING, Arena, DamagedError, Sizes, SlotHeader
+from holdfast.snapshot.memory.arena import PEER, Arena
 from holdfast.snapshot.memory.ready_slot import ReadySlot, common_steps, find_ready, newest_generation
 from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
+from holdfast.snapshot.memory.slot import NOTHING, READY, WRITING, DamagedError, Sizes, SlotHeader
 from holdfast.system.atomic_files import rename_into_place
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal

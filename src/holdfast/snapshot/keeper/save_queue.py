@@ -22,9 +22,10 @@ from holdfast.snapshot.keeper.checkpoint_writer import (
 )
 from holdfast.snapshot.keeper.failed_saves import clear_failed_save, record_failed_save
 from holdfast.snapshot.keeper.requests import FROM_PEER, LAST, SaveRequest
-from holdfast.snapshot.memory.arena import Arena, DamagedError
+from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.ready_slot import OvertakenError, common_steps, find_ready, newest_generation
 from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
+from holdfast.snapshot.memory.slot import DamagedError
 from holdfast.snapshot.memory.slot_pins import pinned, release_save
 from holdfast.snapshot.ranks.status_page import RankStatus
 from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, TRIGGERS

@@ -20,7 +20,6 @@ from holdfast.snapshot.keeper.failed_saves import clear_failed_save
 from holdfast.snapshot.keeper.rank_watch import RankWatch
 from holdfast.snapshot.keeper.save_queue import SaveQueue, node_arenas
 from holdfast.snapshot.keeper.status import claim_status
-from holdfast.snapshot.memory.arena import DamagedError
 from holdfast.snapshot.memory.ready_slot import OvertakenError, common_steps, find_ready
 from holdfast.snapshot.memory.run_memory import (
     SERVE,
@@ -30,6 +29,7 @@ from holdfast.snapshot.memory.run_memory import (
     remove_dead_temporaries,
     write_json,
 )
+from holdfast.snapshot.memory.slot import DamagedError
 from holdfast.snapshot.memory.slot_pins import release_killed_keepers
 from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, RankStatus
 from holdfast.system.errors import HoldfastError

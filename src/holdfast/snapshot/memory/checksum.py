@@ -1,9 +1,10 @@
 """The digest of a snapshot: the wrap-around sum of the 64-bit words of every 4 KiB row of a piece; the last row is
 padded with zeros.
 
-It is taken from the source while it is copied and compared with the copy later, so a torn copy, a flipped bit, a bad transfer or
-a bad memory module show up, not only a bad disk. Within a row it is blind to order, which none of those produces; XOR would miss
-a constant tensor that is half torn. The invariant: both ways of computing it (numpy, torch on a device) give the same numbers.
+It is taken from the source while it is copied and compared with the copy later, so it detects a torn copy, a flipped bit, a bad
+transfer or a bad memory module, not only a bad disk. It does not depend on the order of words in a row, which none of those
+changes; XOR would miss a constant tensor that is half torn. The invariant: both ways of computing it (numpy, torch on a device)
+give the same numbers.
 """
 
 from typing import TYPE_CHECKING

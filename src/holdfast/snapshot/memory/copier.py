@@ -1,9 +1,9 @@
-"""The copy itself: this rank's pieces from the live tensors into a slot, while training goes on.
+"""The copy of this rank's tensor slices from the live tensors into a slot, while training goes on.
 
-A thread copies (CPU) or a side stream does (CUDA, driven by that thread); row sums are taken from the source on the way; buffers,
-which a forward pass may change, are set aside first. The invariants: the slot becomes READY after its whole content is there, by
-the thread's last act; a source that changed while it was copied (its version counter moved) leaves the slot EMPTY; an error in
-the thread never reaches the training loop as anything but a counted, reported loss of that one snapshot.
+A thread copies (CPU) or drives a side stream that does (CUDA). Row sums are taken from the source. Buffers, which a forward pass
+may change, are duplicated first. The invariants: the thread makes the slot READY as its last action, after the whole content is
+there; a source that changed while it was copied (its version counter moved) leaves the slot EMPTY; an error in the thread costs
+that one snapshot, which is counted and reported, and never reaches the training loop.
 """
 
 import queue
@@ -21,15 +21,15 @@ from holdfast.checkpoint.json_state import encode
 from holdfast.checkpoint.layout import ShardLayout
 from holdfast.checkpoint.state import Item
 from holdfast.checkpoint.writing import rows_of
-from holdfast.snapshot.memory.arena import NOTHING, Slot, ready_header
 from holdfast.snapshot.memory.checksum import ROW, digest_starts, rows_in, sum_rows, sum_tail, sum_whole_rows_on_device
+from holdfast.snapshot.memory.slot import NOTHING, Slot, ready_header
 
 # small enough that the sum reads from the cache what the copy has just read from memory
 STRIDE = 1 << 20
 
 
 class Copy:
-    """One snapshot on its way into a slot. `small` is the small state but for the random generators'."""
+    """One snapshot that is copied into a slot. `small` is the small state without the random generators."""
 
     def __init__(
         self, slot: Slot, sequence: int, step: int, small: dict[str, Any], random: dict[str, Any], index: int = 0
@@ -45,21 +45,20 @@ class Copy:
 
 
 class Copier:
-    """Copies one fixed set of pieces, again and again. `on_ready(slot index, step)` is called from the thread when a slot has
-    become READY."""
+    """Copies one fixed set of slices, for every snapshot. The thread calls `on_ready(slot index, step)` when a slot is READY."""
 
     def __init__(self, items: Sequence[Item], layout: ShardLayout, on_ready: Any) -> None:
         by_name = {item.name: item for item in items}
         self.layout = layout
         self._on_ready = on_ready
         self._tensors = [rows_of(by_name[piece.name], piece) for piece in layout.pieces]
-        # What is not divided are buffers. The next forward pass may change them, as BatchNorm's does, and raise no version.
-        self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What is not divisible is a buffer. The next forward pass may change it, as BatchNorm's does, without a new version.
+        self._duplicates: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, piece in enumerate(layout.pieces):
             if not by_name[piece.name].divisible:
-                aside = torch.empty_like(self._tensors[index])
-                self._set_aside.append((aside, self._tensors[index]))
-                self._tensors[index] = aside
+                duplicate = torch.empty_like(self._tensors[index])
+                self._duplicates.append((duplicate, self._tensors[index]))
+                self._tensors[index] = duplicate
         self._digest_starts, self._digest_rows = digest_starts(layout)
         self._on_device = [i for i, tensor in enumerate(self._tensors) if tensor.is_cuda]
         self._on_host = [i for i, tensor in enumerate(self._tensors) if not tensor.is_cuda]
@@ -77,8 +76,8 @@ class Copier:
 
     def start(self, copy: Copy) -> None:
         """Begins a copy of the tensors as they are now; returns at once."""
-        for aside, buffer in self._set_aside:
-            aside.copy_(buffer)
+        for duplicate, buffer in self._duplicates:
+            duplicate.copy_(buffer)
         if self._device is not None:
             copy.ready_event = torch.cuda.Event()
             copy.ready_event.record(torch.cuda.current_stream(self._device))
@@ -88,8 +87,8 @@ class Copier:
         """Rises when a tensor is changed in place."""
         return [tensor._version for tensor in self._tensors]
 
-    def forget(self, slot: Slot) -> None:
-        """Lets go of a slot whose memory is given back."""
+    def drop_slot(self, slot: Slot) -> None:
+        """Drops the references to a slot whose memory is released."""
         if self._device is not None:
             self._targets.pop(slot, None)
 
@@ -103,7 +102,7 @@ class Copier:
             begin = time.perf_counter()
             try:
                 self._copy(copy, versions)
-            except BaseException as error:  # the training loop hears of it through `trouble`
+            except BaseException as error:  # `trouble` reports it to the training loop
                 copy.trouble = f"{type(error).__name__}: {error}"
                 copy.slot.store(NOTHING)
             copy.seconds = time.perf_counter() - begin
@@ -114,7 +113,7 @@ class Copier:
         small = orjson.dumps({**copy.small, "random": encode(copy.random, "random state")})
         copy.small_bytes = len(small)
         if len(small) > len(slot.meta):
-            copy.trouble = f"the small state has grown to {len(small):,} bytes; the next one gets the room"
+            copy.trouble = f"the small state has grown to {len(small):,} bytes; the next snapshot gets more room"
             slot.store(NOTHING)
             return
         slot.meta[: len(small)] = np.frombuffer(small, dtype=np.uint8)
@@ -183,5 +182,5 @@ class Copier:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in row-major order; a view where memory lies so already."""
+    """The tensor's bytes in row-major order; a view if its memory is in that order."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

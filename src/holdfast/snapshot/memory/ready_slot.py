@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from holdfast.snapshot.memory.arena import READY, Arena, DamagedError, Slot, SlotHeader
+from holdfast.snapshot.memory.arena import Arena
+from holdfast.snapshot.memory.slot import READY, DamagedError, Slot, SlotHeader
 from holdfast.system.errors import HoldfastError
 
 READS = 3

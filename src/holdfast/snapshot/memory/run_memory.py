@@ -33,7 +33,8 @@ from typing import Any
 
 import orjson
 
-from holdfast.snapshot.memory.arena import Arena, DamagedError
+from holdfast.snapshot.memory.arena import Arena
+from holdfast.snapshot.memory.slot import DamagedError
 from holdfast.snapshot.ranks.status_page import RankStatus
 from holdfast.system.atomic_files import remove_folder, replace_file
 from holdfast.system.descriptors import open_private

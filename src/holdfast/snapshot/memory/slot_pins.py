@@ -1,7 +1,7 @@
-"""Pins of slots that are written to disk: who sets them, and who releases them when a process was killed.
+"""Pins of slots that are written to disk: which process sets them, and which releases them after a kill.
 
-The invariant: a trainer sets DISK when it asks for a save, and the keeper releases it when that step is on disk or given up; the
-keeper sets KEEPER around its own writing, and a new keeper releases what a killed one left.
+The invariant: a trainer sets DISK when it requests a save, and the keeper releases it when that step is on disk or its save has
+failed for good; the keeper sets KEEPER while it writes, and a new keeper releases the pins of a killed one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas
 @contextmanager
 def pinned(slots: Sequence[ReadySlot]) -> Iterator[None]:
     """Keeps the slots from being overwritten while the keeper writes them."""
-    for held in slots:
-        held.arena.pin(held.index, True, KEEPER)
+    for ready in slots:
+        ready.arena.pin(ready.index, True, KEEPER)
     try:
         yield
     finally:
-        for held in slots:
-            held.arena.pin(held.index, False, KEEPER)
+        for ready in slots:
+            ready.arena.pin(ready.index, False, KEEPER)
 
 
 def release_killed_keepers(run_memory: RunMemory) -> None:

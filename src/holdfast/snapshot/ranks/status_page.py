@@ -1,16 +1,17 @@
-"""A rank's desk: one shared page where it says that it lives, where it stands, and reads what is asked of it.
+"""A rank's status page: one shared page of words that shows whether the rank is alive, how far it is and what it is asked.
 
-`committed` outlives a start: a run that ever had a step common to all ranks must not start at step 0 unasked.
+`committed` survives a restart: a run that ever had a step common to all ranks must not start at step 0 by itself.
 
 The invariant: every field has one writer (the rank; `stop_at` and `plan_at` the first rank of the node; `shipped` the keeper,
-after the rank has cleared it), is one aligned 64-bit word that is loaded and stored whole, and means something at any instant.
-(`struct` writes a word byte by byte: another process then reads values that were never stored.) A process is known by its
-number and its start time, so that a reused number is not taken for it.
+after the rank has cleared it), is one aligned 64-bit word that is loaded and stored whole, and is valid at any instant.
+(`struct` writes a word byte by byte: another process then reads values that were never stored.) A process is identified by its
+number and its start time, so that a reused number is not mistaken for it.
 """
 
 import mmap
 import os
 import time
+from enum import IntEnum
 from pathlib import Path
 
 from holdfast.system.descriptors import open_private
@@ -20,31 +21,12 @@ PAGE = 4096
 RUNNING, FINISHED, STOPPED = 1, 2, 3
 NOT_HELD = -1
 SLOT_WORDS = 8
-_FIELDS = {
-    name: i
-    for i, name in enumerate(
-        [
-            "process",
-            "started",
-            "status",
-            "step",
-            "ready",
-            "heartbeat",
-            "phase",
-            "stop_wanted",
-            "stop_at",
-            "restarts",
-            "skipped",
-            "shipped",
-            "given_up",
-            "wants_plan",
-            "plan_at",
-            "committed",
-            *(f"held_{slot}" for slot in range(SLOT_WORDS)),
-        ]
-    )
-}
-_WORDS, _WORDS_ROOM = 1024, 2048
+_NAMES = (
+    "process started status step ready heartbeat phase stop_requested stop_at restarts skipped shipped skipped_step "
+    "plan_requested plan_at committed"
+).split()
+_FIELDS = {name: index for index, name in enumerate([*_NAMES, *(f"held_{slot}" for slot in range(SLOT_WORDS))])}
+_ERROR_TEXT, _ERROR_BYTES = 1024, 2048
 PHASES = [
     "starting",
     "restoring",
@@ -56,8 +38,20 @@ PHASES = [
 ]
 
 
+class Phase(IntEnum):
+    """What a rank is doing; PHASES has the words that users see."""
+
+    STARTING = 0
+    RESTORING = 1
+    TRAINING = 2
+    WAITING_FOR_COPY = 3
+    STARTING_COPY = 4
+    WAITING_FOR_RANKS = 5
+    ENDED = 6
+
+
 class RankStatus:
-    """Word access by name: `desk["step"] = 7`. Times are whole nanoseconds of the monotonic clock, which all processes share."""
+    """Word access by name: `page["step"] = 7`. Times are whole nanoseconds of the monotonic clock, which all processes share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,14 +79,14 @@ class RankStatus:
         return {self[f"held_{slot}"] for slot in range(SLOT_WORDS)} - {NOT_HELD}
 
     def can_hold(self, step: int) -> bool:
-        """Whether this rank holds the step or may still come to it. Ranks take steps in rising order."""
-        passed = max(self["ready"], self["given_up"]) >= step  # read first: `held` is stored before `ready`
+        """Whether this rank holds the step or may still come to hold it. Ranks take steps in rising order."""
+        passed = max(self["ready"], self["skipped_step"]) >= step  # read first: `held` is stored before `ready`
         return step in self.held() or not passed
 
     def claim(self) -> None:
-        """This process takes the desk."""
+        """Makes this process the owner of the page."""
         self["status"] = 0
-        for name in ("stop_wanted", "stop_at", "step", "skipped", "shipped", "wants_plan", "plan_at"):
+        for name in ("stop_requested", "stop_at", "step", "skipped", "shipped", "plan_requested", "plan_at"):
             self[name] = 0
         self.clear_held()
         self["restarts"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -100,10 +94,10 @@ class RankStatus:
         self["process"] = os.getpid()
         self["started"] = start_time(os.getpid())
         self["status"] = RUNNING
-        self.beat(0)
+        self.beat(Phase.STARTING)
 
     def clear_held(self) -> None:
-        self["ready"] = self["given_up"] = -1
+        self["ready"] = self["skipped_step"] = -1
         for slot in range(SLOT_WORDS):
             self.set_held(slot, NOT_HELD)
 
@@ -113,25 +107,25 @@ class RankStatus:
 
     @property
     def age(self) -> float:
-        """Seconds since the rank last gave a sign of life."""
+        """Seconds since the last heartbeat."""
         return (time.monotonic_ns() - self["heartbeat"]) / 1e9
 
     @property
-    def where(self) -> str:
+    def phase_name(self) -> str:
         phase = self["phase"]
         return PHASES[phase] if 0 <= phase < len(PHASES) else str(phase)
 
     def owner_alive(self) -> bool:
-        """The process that took this desk is alive and has not left."""
+        """Whether the process that claimed this page is alive and has not ended its run."""
         return self["status"] == RUNNING and process_alive(self["process"], self["started"])
 
     def set_error_text(self, text: str) -> None:
-        content = text.encode()[: _WORDS_ROOM - 1]
-        self._map[_WORDS : _WORDS + _WORDS_ROOM] = content.ljust(_WORDS_ROOM, b"\0")
+        content = text.encode()[: _ERROR_BYTES - 1]
+        self._map[_ERROR_TEXT : _ERROR_TEXT + _ERROR_BYTES] = content.ljust(_ERROR_BYTES, b"\0")
 
     @property
     def error_text(self) -> str:
-        return bytes(self._map[_WORDS : _WORDS + _WORDS_ROOM]).rstrip(b"\0").decode(errors="replace")
+        return bytes(self._map[_ERROR_TEXT : _ERROR_TEXT + _ERROR_BYTES]).rstrip(b"\0").decode(errors="replace")
 
 
 def status_page_name(rank: int) -> str:

@@ -1,7 +1,7 @@
-"""Wishes to stop: signals of the scheduler, files in the run folder, `holdfast persist --stop`; and, over several nodes, to save.
+"""Requests to stop: signals of the scheduler, files in the run folder, `holdfast persist --stop`; over several nodes, to save.
 
-The invariant: a handler only notes the wish; every rank acts on it after the same step. Files asked for: `persist` or
-`error.txt`. The keeper hands wishes on as files in memory.
+The invariant: a signal handler only records the request; every rank acts on it after the same step. The keeper watches the run
+folder for `persist` and `error.txt`, and hands requests on as files in memory.
 """
 
 import signal
@@ -15,7 +15,7 @@ STOP, SAVE = "stop", "save"
 
 
 class StopSignals:
-    """What this rank has been asked. SIGTERM comes from torchrun, Slurm and Kubernetes; SIGUSR1 from Slurm's `--signal`."""
+    """The requests to this rank. SIGTERM comes from torchrun, Slurm and Kubernetes; SIGUSR1 from Slurm's `--signal`."""
 
     def __init__(self, memory: Path, listen: bool) -> None:
         self._stop_file, self._save_file = memory / STOP, memory / SAVE
@@ -24,23 +24,22 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
         if listen and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1):
-                self._previous[number] = signal.signal(number, self._noted)
+                self._previous[number] = signal.signal(number, self._on_signal)
 
-    def _noted(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason, self.signal = signal.Signals(number).name, number
         previous = self._previous.get(number)
         if callable(previous):
             previous(number, frame)
 
-    def look(self) -> str | None:
-        """The reason to stop, if there is one."""
-        # the keeper watches the run folder, which may be a slow, shared one; this file lies in memory
+    def stop_requested(self) -> bool:
+        # The keeper watches the run folder, which may be slow and shared; this file is in memory.
         if self.reason is None and self._stop_file.exists():
             self.reason = self._stop_file.read_text() or "asked"
-        return self.reason
+        return self.reason is not None
 
     def pop_save_request(self) -> bool:
-        """Whether a checkpoint was asked for since the last time; for one rank of each node."""
+        """Whether a checkpoint was asked for since the last call; for one rank of each node."""
         try:
             self._save_file.unlink()
         except FileNotFoundError:

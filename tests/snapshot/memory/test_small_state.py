@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.json_state import decode, encode
-from holdfast.snapshot.memory.random_state import random_state, set_random_state
+from holdfast.snapshot.memory.small_state import random_state, set_random_state
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -1,14 +1,22 @@
-"""The small state beside the tensors: random generators, and the user's own objects (scheduler, scaler, cursor)."""
+"""The small state beside the tensors: random generators, optimizer settings, and the user's own objects (scheduler, scaler).
+
+The invariant: it is JSON, and comes back exactly (see checkpoint/json_state.py).
+"""
 
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 
 from holdfast.checkpoint.json_state import decode, encode
+from holdfast.checkpoint.state import State
 from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import log
+
+LARGE_BYTES = 16 << 20
 
 
 def random_state() -> dict[str, Any]:
@@ -51,3 +59,24 @@ class Extra:
         for name, apply in self._set.items():
             if name in saved:
                 apply(decode(saved[name]))
+
+
+class SmallState:
+    """What a snapshot holds beside the tensors, without the random generators. `fixed` is the same for the whole run."""
+
+    def __init__(self, state: State, extra: Extra, fixed: Mapping[str, Any]) -> None:
+        self._state, self._extra, self._fixed = state, extra, fixed
+
+    def get(self, plan: Mapping[str, Any]) -> dict[str, Any]:
+        changing = {"extra": self._extra.get(), "optimizer": self._state.optimizer_settings()}
+        return {**changing, "padded_rows": self._state.padded_rows, **self._fixed, **plan}
+
+    def size(self, plan: Mapping[str, Any]) -> int:
+        """Its bytes now, with the random generators."""
+        size = len(orjson.dumps({**self.get(plan), "random": encode(random_state(), "random state")}))
+        if size > LARGE_BYTES:
+            log(
+                f"the small state takes {size / 1e6:.0f} MB and is written as JSON at every step: give large tensors (an average "
+                "of the weights) as a model beside the model, torch.nn.ModuleDict({'model': ..., 'average': ...}), not as extra"
+            )
+        return size
