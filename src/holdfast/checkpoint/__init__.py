@@ -8,12 +8,12 @@
     with open_checkpoint(path) as checkpoint:                                # no torch: numpy arrays out of mapped files
         weight = checkpoint.tensor("model.embedding.word_embeddings.weight")
 
-`State` says what belongs to a checkpoint: `models` (a module, or the list of this rank's pipeline stages, whose names
-are global), `optimizers`, `shared` (JSON, the same on all ranks) and `per_rank` (JSON, one's own). Tensors are called
+`State` defines what a checkpoint contains: `models` (a module, or the list of this rank's pipeline stages, whose names
+are global), `optimizers`, `shared` (JSON, the same on all ranks) and `per_rank` (JSON, different on each). Tensors are named
 `model.<parameter>` and `optimizer.<parameter>.<key>`. A plain tensor is replicated over all ranks that hold its name
-(over those of one's `replica_group`, where one is given); a DTensor lies where its placements say.
+(within the `replica_group`, if one is given); a DTensor is where its placements put it.
 `padded_rows={"embedding.word_embeddings.weight": 50257}` marks a parameter whose rows beyond 50257 are padding: it loads
-into any other padding, where the further rows become zero.
+with any other padding, whose rows become zero.
 
 The invariants: a folder called `step-NNNNNNNN` is complete (it appears by rename); every byte of it is covered by a
 checksum in its manifest, and every byte that `load` puts into a tensor was verified; nothing in it is pickled. Names
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.state import State as State
     from holdfast.checkpoint.writing import save as save
 
-_HOMES = {
+_MODULES = {
     "State": "state",
     "save": "writing",
     "load": "loading",
@@ -46,10 +46,10 @@ _HOMES = {
     "open_checkpoint": "reader",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'holdfast.checkpoint' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"holdfast.checkpoint.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"holdfast.checkpoint.{_MODULES[name]}"), name)

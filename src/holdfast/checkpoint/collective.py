@@ -1,8 +1,10 @@
-"""What the ranks tell each other about a checkpoint: JSON values, gathered by all. Works without a process group (one rank).
+"""Collectives of JSON values and of errors. They also work without a process group (one rank).
 
 Nothing is pickled, not even between ranks: torch's object collectives would.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -28,10 +30,10 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     lengths = [int(length) for length in sizes]
-    mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    everyone = [torch.zeros_like(mine) for _ in lengths]
-    dist.all_gather(everyone, mine, group=group)
+    own = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    everyone = [torch.zeros_like(own) for _ in lengths]
+    dist.all_gather(everyone, own, group=group)
     return [
         orjson.loads(content.cpu().numpy()[:length].tobytes())
         for content, length in zip(everyone, lengths, strict=True)
@@ -39,15 +41,26 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def agree(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raises on all ranks what went wrong on any, the first rank's trouble first. One call per rank, whatever happened."""
-    # an unexpected error is told too, so that nobody waits for a rank that has gone
+    """Raises on all ranks what went wrong on any, the first rank's error first. Every rank calls it, with or without an error."""
+    # Unexpected errors are included, so that no rank waits for one that is gone.
     message = None if error is None else f"{error}" if isinstance(error, HoldfastError) else repr(error)
     messages = gather(message, group)
     if error is not None and not isinstance(error, HoldfastError):
         raise error
-    for rank, told in enumerate(messages):
-        if told is not None:
-            raise HoldfastError(told if len(messages) == 1 else f"{told} (on rank {rank})")
+    for rank, found in enumerate(messages):
+        if found is not None:
+            raise HoldfastError(found if len(messages) == 1 else f"{found} (on rank {rank})")
+
+
+@contextmanager
+def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """A block that succeeds on all ranks or raises on all of them. Every rank must enter it."""
+    trouble: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        trouble = error
+    agree(trouble, group)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

@@ -1,9 +1,9 @@
-"""The folder of checkpoints of a run: which steps are there, which is the newest. No torch.
+"""The folder of checkpoints of a run: which steps exist, which is the newest. No torch.
 
-The invariant: `step-NNNNNNNN` appears by rename and goes by rename, so a reader never meets half of one; a step that is
-written again replaces the older one in one exchange; `latest` moves after the folder it names is there. The name of a
-temporary folder identifies the process that writes it: machine (boot and pid namespace), process number and start time. It is
-removed only by a process that can prove that one dead.
+The invariant: `step-NNNNNNNN` appears and disappears by rename, so a reader never finds half of one; a step that is written again
+replaces the older one in one exchange; `latest` changes after the folder it names exists. The name of a temporary folder
+identifies the process that writes it: machine (boot and pid namespace), process number and start time. It is removed only by a
+process that can prove that this one is dead.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def checkpoints_in(path: Path | str) -> list[tuple[int, Path]]:
 
 
 def newest(path: Path | str) -> Path | None:
-    """The newest checkpoint under a run, checkpoints or step folder; None where there is none."""
+    """The newest checkpoint under a run, checkpoints or step folder; None if there is none."""
     found = checkpoints_in(path)
     return found[-1][1] if found else None
 
@@ -64,7 +64,7 @@ def shared_temporary(folder: Path, step: int, token: str) -> Path:
 
 
 def remove_dead_temporaries(folder: Path) -> list[Path]:
-    """Removes what killed writers of this machine left behind; a process of another machine or container is never judged."""
+    """Removes the temporary folders of killed writers of this machine; those of another machine or container are left alone."""
     removed = []
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = TEMPORARY.fullmatch(entry.name)
@@ -90,17 +90,17 @@ def remove_earlier_starts(folder: Path, token: str) -> list[Path]:
 
 
 def publish_step(temporary: Path, final: Path) -> None:
-    """Gives a complete temporary folder its name, in place of an older one of the same step, and points `latest` at it."""
+    """Renames a complete temporary folder to its final name, replacing an older one of the same step; then updates `latest`."""
     fsync(temporary)
     if final.exists() and _exchange(temporary, final):
         fsync(final.parent)
         shutil.rmtree(temporary, ignore_errors=True)
     else:
-        aside = new_temporary(final.parent, 0)
+        replaced = new_temporary(final.parent, 0)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(final, aside)
+            os.rename(final, replaced)
         rename_into_place(temporary, final)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     point_latest(final)
 
 
@@ -109,7 +109,7 @@ def point_latest(final: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names in one step, so that neither is ever absent; False where the file system cannot."""
+    """Swaps two names in one step, so that neither is ever absent; False if the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

@@ -1,7 +1,7 @@
 """Small state (settings, schedulers, cursors, random generators) as JSON, and back, exactly.
 
 The invariant: `decode(encode(x)) == x` for everything accepted: what JSON lacks (infinity, tuples, bytes, tensors, arrays, keys
-that are no strings) is tagged; what cannot be expressed exactly is refused by name. Nothing is ever executed on the way back.
+that are not strings) is tagged; what cannot be expressed exactly is refused by name. `decode` never executes anything.
 """
 
 import base64
@@ -51,7 +51,7 @@ def encode(value: Any, where: str = "extra") -> Any:
         pairs = [[encode(key, where), encode(entry, f"{where}.{key}")] for key, entry in value.items()]
         return {TAG + "dict": pairs}
     raise HoldfastError(
-        f"{where} is a {type(value).__name__}, which cannot be kept in a snapshot; "
+        f"{where} is a {type(value).__name__}, which a snapshot cannot hold; "
         "give numbers, strings, lists, dicts, tensors or arrays"
     )
 
@@ -61,7 +61,7 @@ def _all_plain_integers(values: Sequence[Any]) -> bool:
 
 
 def _has_utf8(text: str) -> bool:
-    """A lone surrogate has none, and JSON no place for it."""
+    """False for a lone surrogate, which JSON cannot express."""
     try:
         text.encode()
     except UnicodeEncodeError:

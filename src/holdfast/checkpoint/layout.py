@@ -1,8 +1,8 @@
-"""The bytes of one shard: a safetensors file whose pieces know where they lie in the whole tensors.
+"""The bytes of one shard: a safetensors file of tensor slices, with their offsets in the global tensors.
 
-The same layout is written to disk and kept in memory slots, so that persisting a snapshot is a write of memory. The invariant:
-the layout is a pure function of the pieces; the header is padded with spaces to a page, so that tensors start page-aligned, and
-pieces follow each other without holes, widest items first, which keeps each of them aligned to its item size.
+Memory slots have the same layout as files, so that persisting a snapshot is a write of memory. The invariant: the layout is a
+pure function of the slices; the header is padded with spaces to a page, so that tensors start page-aligned, and slices follow
+each other without holes, widest items first, which keeps each of them aligned to its item size.
 """
 
 import json
@@ -16,7 +16,7 @@ from holdfast.system.errors import HoldfastError
 PAGE = 4096
 LARGEST_HEADER = 100_000_000
 
-# safetensors' names of the dtypes that a training state may hold, and their bytes
+# dtypes that a training state may have, by their safetensors names, with their bytes per element
 ITEM_SIZES = {
     "BOOL": 1,
     "U8": 1,
@@ -54,7 +54,7 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where the pieces of one shard lie: absolute byte positions in the file that begins with `header`."""
+    """The positions of the slices in one shard: `starts` are absolute byte offsets in the file that begins with `header`."""
 
     header: bytes
     pieces: tuple[TensorSlice, ...]

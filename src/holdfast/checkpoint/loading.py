@@ -1,4 +1,4 @@
-"""Filling a training state from a checkpoint, in whatever layout the state has now.
+"""Loading a training state from a checkpoint, in whatever layout the state has now.
 
 The invariant: either every tensor of the state holds verified bytes of one checkpoint afterwards, or all ranks raise the
 same error, which names the file or tensor. A rank reads only the row ranges that it needs; together the ranks verify all
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.collective import agree, gather, rank_and_world
+from holdfast.checkpoint.collective import agreed, gather, rank_and_world
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.json_state import DTYPES
 from holdfast.checkpoint.reader import Tensors, open_checkpoint
@@ -34,16 +34,11 @@ def load(path: Path | str, state: State, optimizer: bool = True, weights_only: b
 
 
 def _load(path: Path | str, state: State, optimizer: bool, weights_only: bool) -> dict[str, Any]:
-    trouble, checkpoint = None, None
-    try:
+    with agreed():
         checkpoint = open_checkpoint(path)
         load_into(checkpoint, state, checkpoint.manifest.padded_rows, optimizer, any_dtype=weights_only)
         if not weights_only:
             checkpoint.verify(*rank_and_world())
-    except Exception as error:
-        trouble = error
-    agree(trouble)
-    assert checkpoint is not None
     manifest = checkpoint.manifest
     refuse_unused(manifest.tensors, state, f"the checkpoint of step {manifest.step}")
     if optimizer:
@@ -59,12 +54,12 @@ def _load(path: Path | str, state: State, optimizer: bool, weights_only: bool) -
 def load_newest(
     path: Path | str, state: State, optimizer: bool = True, weights_only: bool = False
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Loads the newest checkpoint of a run that is whole, and says which newer ones were not. None where there is none at all.
+    """Loads the newest checkpoint of a run that is whole, and logs which newer ones are not. None if there is none at all.
 
-    Raises when there are checkpoints and all of them are damaged: starting afresh must be the user's decision.
+    Raises when there are checkpoints and all of them are damaged: a new start is the user's decision.
     """
     rank, _ = rank_and_world()
-    # rank 0 decides what is there: a shared file system may show a new folder to one node before another
+    # Rank 0 lists them: a shared file system may show a new folder to one node before another.
     candidates: list[str] = gather([str(found) for _, found in checkpoints_in(path)] if rank == 0 else [])[0]
     troubles: list[str] = []
     for candidate in reversed(candidates):
@@ -72,7 +67,7 @@ def load_newest(
             shared = load(candidate, state, optimizer, weights_only)
         except HoldfastError as error:
             troubles.append(str(error))
-            log(f"checkpoint {candidate} cannot be used, trying the one before: {error}")
+            log(f"checkpoint {candidate} cannot be used; trying the next one: {error}")
             continue
         return Path(candidate), shared
     if troubles:
@@ -83,7 +78,7 @@ def load_newest(
 def load_into(
     source: Tensors, state: State, padded_rows: Mapping[str, int], optimizer: bool = True, any_dtype: bool = False
 ) -> None:
-    """Puts this rank's boxes of the source's tensors into the state; checks names, shapes and dtypes first. Not collective."""
+    """Copies this rank's slices of the source's tensors into the state; checks names, shapes and dtypes first. Not collective."""
     if optimizer:
         state.create_optimizer_state(source.tensors)
     known = {**padded_rows, **state.padded_rows}
@@ -92,7 +87,7 @@ def load_into(
         _check(source, item, _true_rows(known, item.name), any_dtype)
     with torch.no_grad():
         for item in items:
-            _fill(source, item, _true_rows(known, item.name))
+            _copy(source, item, _true_rows(known, item.name))
     for device in {item.local.device for item in items if item.local.is_cuda}:
         torch.cuda.synchronize(device)
 
@@ -111,7 +106,7 @@ def _check(source: Tensors, item: Item, true_rows: int | None, any_dtype: bool) 
         raise HoldfastError(f"{item.name} is {dtype} in {source.origin}, but {item.box.dtype} in this model")
 
 
-def _fill(source: Tensors, item: Item, true_rows: int | None) -> None:
+def _copy(source: Tensors, item: Item, true_rows: int | None) -> None:
     offset, shape = item.box.offset, item.box.shape
     dtype, saved = source.tensors[item.name]
     if saved != item.box.global_shape:
@@ -128,13 +123,13 @@ def _tensor(part: NDArray[Any], dtype: str) -> torch.Tensor:
 
 
 def _true_rows(known: Mapping[str, int], name: str) -> int | None:
-    """The rows of a padded parameter (or of its optimizer tensors) that mean something; None if it is not padded."""
+    """The rows of a padded parameter (or of its optimizer tensors) that are not padding; None if it is not padded."""
     kind, _, parameter = name.partition(".")
     return known.get(parameter.rpartition(".")[0] if kind == "optimizer" else parameter)
 
 
 def refuse_unused(tensors: Iterable[str], state: State, what: str, group: Any = None) -> None:
-    """A saved tensor that no rank has a place for means that this is another model."""
+    """Raises if no rank needs a saved tensor: it belongs to another model."""
     used = {name for names in gather([item.name for item in state.items(optimizer=False)], group) for name in names}
     unused = [name for name in tensors if name.startswith("model.") and name not in used]
     if unused:

@@ -1,7 +1,7 @@
 """MANIFEST.json: what a checkpoint consists of, and the checksum of every byte of it. No torch.
 
-The invariant: a manifest is written when all it speaks of is on disk, and it covers itself: a flipped bit in it is
-noticed as well.
+The invariant: a manifest is written when all files that it lists are on disk, and its checksum covers itself: a flipped bit in
+it is detected as well.
 """
 
 import math
@@ -30,7 +30,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A file of the checkpoint: the xxh3_64 of each 16 MiB of it, and the pieces in it with their byte positions."""
+    """A file of the checkpoint: the xxh3_64 of each 16 MiB of it, and its tensor slices with their byte positions."""
 
     name: str
     rank: int
@@ -80,24 +80,21 @@ def chunk_ranges(size: int) -> Iterator[tuple[int, int]]:
 
 
 def checksum_chunks(content: memoryview, threads: int = 1) -> list[str]:
-    """The checksums of a whole shard's chunks; xxhash lets go of the interpreter lock, so threads help."""
+    """The checksums of a whole shard's chunks; xxhash releases the interpreter lock, so threads help."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda span: chunk_checksum(content[span[0] : span[1]]), chunk_ranges(len(content))))
 
 
-def encode(manifest: Manifest) -> bytes:
-    record = asdict(manifest)
-    return orjson.dumps({"checksum": _checksum(record), **record}, option=orjson.OPT_INDENT_2)
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    (folder / FILE_NAME).write_bytes(encode(manifest))
+    record = asdict(manifest)
+    content = orjson.dumps({"checksum": _checksum(record), **record}, option=orjson.OPT_INDENT_2)
+    (folder / FILE_NAME).write_bytes(content)
 
 
 def read_manifest(path: Path | str, *, untrusted: bool = False) -> Manifest:
-    """The manifest of a checkpoint folder. An absent, damaged or forged one is a HoldfastError that names it.
+    """The manifest of a checkpoint folder; HoldfastError with its name if it is absent, damaged or forged.
 
-    `untrusted`: the folder may be forged; its manifest may be no larger than that of a large run.
+    `untrusted`: the folder may be forged, so the manifest must not be larger than that of a large run.
     """
     file = Path(path) / FILE_NAME
     if not file.is_file():
@@ -129,43 +126,43 @@ def check_manifest(record: dict[str, Any]) -> Manifest:
         "per_rank": list, "optimizer_settings": list, "padded_rows": dict, "source": str,
     }  # fmt: skip
     for name, kind in kinds.items():
-        _demand(type(record.get(name, kind())) is kind, f"{name} is not of type {kind.__name__}")
+        _require(type(record.get(name, kind())) is kind, f"{name} is not of type {kind.__name__}")
     for name in ("per_rank", "optimizer_settings"):
-        _demand(all(type(entry) is dict for entry in record.get(name, [])), f"{name} is not a list of objects")
-    _demand(all(_is_size(rows) for rows in record.get("padded_rows", {}).values()), "padded_rows are not numbers")
-    _demand(0 <= record["step"] < 1 << 50 and 0 < record["world"] < 1 << 24, "step or world is impossible")
+        _require(all(type(entry) is dict for entry in record.get(name, [])), f"{name} is not a list of objects")
+    _require(all(_is_size(rows) for rows in record.get("padded_rows", {}).values()), "padded_rows are not numbers")
+    _require(0 <= record["step"] < 1 << 50 and 0 < record["world"] < 1 << 24, "step or world is impossible")
     for name, (dtype, shape) in record["tensors"].items():
         known = isinstance(dtype, str) and dtype in ITEM_SIZES
-        _demand(known and _is_shape(shape), f"the type or shape of {name} is unknown")
+        _require(known and _is_shape(shape), f"the type or shape of {name} is unknown")
     record["files"] = [ShardFile(**entry) for entry in record["files"]]
     manifest = Manifest(**record)
-    _demand(len({file.name for file in manifest.files}) == len(manifest.files), "two files have one name")
+    _require(len({file.name for file in manifest.files}) == len(manifest.files), "two files have one name")
     for file in manifest.files:
         _check_file(manifest, file)
     return manifest
 
 
 def _check_file(manifest: Manifest, file: ShardFile) -> None:
-    sane = isinstance(file.name, str) and _FILE_NAME.fullmatch(file.name) is not None
-    _demand(sane, f"{str(file.name)[:200]!r} is not the name of a file in this folder")
-    _demand(_is_size(file.rank) and file.rank < manifest.world, f"{file.name} is of an impossible rank")
-    _demand(_is_size(file.bytes) and isinstance(file.chunks, list), f"the size of {file.name} is broken")
-    _demand(all(isinstance(chunk, str) for chunk in file.chunks), f"a checksum of {file.name} is not text")
-    _demand(len(file.chunks) == -(-file.bytes // CHUNK), f"{file.name} has too many or too few checksums")
+    valid = isinstance(file.name, str) and _FILE_NAME.fullmatch(file.name) is not None
+    _require(valid, f"{str(file.name)[:200]!r} is not the name of a file in this folder")
+    _require(_is_size(file.rank) and file.rank < manifest.world, f"{file.name} is of an impossible rank")
+    _require(_is_size(file.bytes) and isinstance(file.chunks, list), f"the size of {file.name} is broken")
+    _require(all(isinstance(chunk, str) for chunk in file.chunks), f"a checksum of {file.name} is not text")
+    _require(len(file.chunks) == -(-file.bytes // CHUNK), f"{file.name} has too many or too few checksums")
     for name, start, offset, shape in file.pieces:
         dtype, whole = manifest.tensors[name]
-        _demand(_is_shape(offset) and _is_shape(shape) and _is_size(start), f"a piece of {name} is broken")
-        _demand(len(offset) == len(shape) == len(whole), f"a piece of {name} has other dimensions than it")
+        _require(_is_shape(offset) and _is_shape(shape) and _is_size(start), f"a piece of {name} is broken")
+        _require(len(offset) == len(shape) == len(whole), f"a piece of {name} has other dimensions than it")
         inside = all(first + size <= end for first, size, end in zip(offset, shape, whole, strict=True))
-        _demand(inside, f"a piece of {name} lies outside it")
-        _demand(
-            start + math.prod(shape) * ITEM_SIZES[dtype] <= file.bytes, f"a piece of {name} lies outside {file.name}"
+        _require(inside, f"a piece of {name} is outside it")
+        _require(
+            start + math.prod(shape) * ITEM_SIZES[dtype] <= file.bytes, f"a piece of {name} is outside {file.name}"
         )
 
 
-def _demand(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def _is_size(value: Any) -> bool:
@@ -187,20 +184,16 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def merge_settings(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """One entry per distinct optimizer setting, with all parameters that it holds for on any rank."""
+    """One entry per distinct optimizer setting, with all parameters that have it on any rank."""
     merged: list[dict[str, Any]] = []
     for entries in everyone:
         for entry in entries:
-            home = next((known for known in merged if known["settings"] == entry["settings"]), None)
-            if home is None:
-                home = {
-                    "parameters": [],
-                    "settings": entry["settings"],
-                    "numbers": {},
-                    "exact": entry.get("exact", False),
-                }
-                merged.append(home)
-            known_names = set(home["parameters"])
-            home["parameters"] += [name for name in entry["parameters"] if name not in known_names]
-            home["numbers"].update(entry["numbers"])
+            group = next((known for known in merged if known["settings"] == entry["settings"]), None)
+            if group is None:
+                exact = entry.get("exact", False)
+                group = {"parameters": [], "settings": entry["settings"], "numbers": {}, "exact": exact}
+                merged.append(group)
+            known_names = set(group["parameters"])
+            group["parameters"] += [name for name in entry["parameters"] if name not in known_names]
+            group["numbers"].update(entry["numbers"])
     return merged

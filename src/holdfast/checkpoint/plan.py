@@ -1,12 +1,12 @@
-"""Who keeps what: every rank's tensors in, every rank's pieces out. A pure function; no torch.
+"""The plan of a checkpoint or snapshot: which rank keeps which slices, from what every rank holds. Pure functions; no torch.
 
-Ranks that hold the same box of a tensor are its copies. All boxes with the same copies are strung together in the order of their
-names, and the i-th of n copies keeps the i-th n-th of that string, cut on rows. So balance is within one row for any n,
-one copy keeps one contiguous row range of a tensor, and what only one rank holds stays with it. The invariant: the
-pieces of one replica set cover every element of every tensor of that replica set exactly once.
+Ranks that hold the same slice of a tensor are its replicas. All slices with the same replicas are concatenated in the order of
+their names, and the i-th of n replicas keeps the i-th n-th of the result, cut on rows. So the balance is within one row for any
+n, a replica keeps one contiguous row range of a tensor, and what only one rank holds stays with it. The invariant: the slices
+that one replica set keeps cover every element of every tensor of that replica set exactly once.
 
-A replica set is a set of ranks that divide the work among themselves: all of them by default; the ranks of one node where
-every node is to be complete. Elements that several replica_sets keep are persisted from the first.
+A replica set is a set of ranks that divide replicated tensors among themselves: all ranks by default; the ranks of one node if
+every node is to be complete. Elements that several replica sets keep are persisted from the first.
 """
 
 import bisect
@@ -15,15 +15,16 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from holdfast.checkpoint.layout import ITEM_SIZES, TensorSlice
+from holdfast.checkpoint.layout import TensorSlice
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A box that a rank holds. What is not `divisible` stays whole, with the first of its copies."""
+    """The slice of a tensor that a rank holds. One that is not `divisible` stays whole, with its first replica."""
 
     box: TensorSlice
     divisible: bool = True
@@ -32,19 +33,19 @@ class LocalTensor:
 def divide(
     held: Sequence[Sequence[LocalTensor]], replica_sets: Sequence[Hashable] | None = None
 ) -> list[list[TensorSlice]]:
-    """For each rank the pieces it keeps. `held[r]` is what rank r holds, `replica_sets[r]` the replica set it belongs to."""
-    copies: dict[tuple[Hashable, LocalTensor], list[int]] = defaultdict(list)
+    """The slices that each rank keeps. `held[r]` is what rank r holds, `replica_sets[r]` the replica set it belongs to."""
+    replicas: dict[tuple[Hashable, LocalTensor], list[int]] = defaultdict(list)
     for rank, items in enumerate(held):
         replica_set = replica_sets[rank] if replica_sets is not None else None
         for item in items:
             if math.prod(item.box.shape):
-                copies[replica_set, item].append(rank)
+                replicas[replica_set, item].append(rank)
     groups: dict[tuple[int, ...], list[LocalTensor]] = defaultdict(list)
-    for (_, item), ranks in copies.items():
+    for (_, item), ranks in replicas.items():
         groups[tuple(ranks)].append(item)
     kept: list[list[TensorSlice]] = [[] for _ in held]
-    for holders, items_of_them in sorted(groups.items()):
-        _divide_among(holders, items_of_them, kept)
+    for ranks_of_group, shared in sorted(groups.items()):
+        _divide_among(ranks_of_group, shared, kept)
     return kept
 
 
@@ -65,7 +66,7 @@ def _divide_among(ranks: tuple[int, ...], items: list[LocalTensor], kept: list[l
 
 
 def _cut(boxes: list[TensorSlice], ends: list[int], position: int) -> tuple[int, int]:
-    """The box in which byte `position` of the string lies, and the row nearest to it."""
+    """The slice that holds byte `position` of all slices together, and the row nearest to it."""
     index = min(bisect.bisect_right(ends, position), len(boxes) - 1)
     box = boxes[index]
     row_bytes = box.nbytes // _rows(box)
@@ -84,7 +85,7 @@ def _row_range(box: TensorSlice, first: int, last: int) -> TensorSlice:
 
 
 def ranks_to_persist(kept: Sequence[Sequence[TensorSlice]]) -> list[int]:
-    """The ranks whose pieces make up the state once: a rank that only repeats what earlier ones have is left out."""
+    """The ranks whose slices make up the state: a rank that only repeats what earlier ones have is left out."""
     seen: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     chosen = []
     for rank, pieces in enumerate(kept):
@@ -100,11 +101,11 @@ def ranks_to_persist(kept: Sequence[Sequence[TensorSlice]]) -> list[int]:
 
 
 def complete_sets(kept: Sequence[Sequence[TensorSlice]], replica_sets: Sequence[Hashable]) -> list[list[int]]:
-    """Sets of ranks of which each holds the whole state: those to persist, and every replica set that needs no other."""
+    """Sets of ranks, each of which holds the whole state: those to persist, and every replica set that is complete."""
     found = [ranks_to_persist(kept)]
     elements = {piece.name: math.prod(piece.global_shape) for pieces in kept for piece in pieces}
     for replica_set in dict.fromkeys(replica_sets):
-        ranks = [rank for rank, its in enumerate(replica_sets) if its == replica_set]
+        ranks = [rank for rank, other in enumerate(replica_sets) if other == replica_set]
         held: dict[str, int] = defaultdict(int)
         for rank in ranks:
             for piece in kept[rank]:
@@ -117,14 +118,14 @@ def complete_sets(kept: Sequence[Sequence[TensorSlice]], replica_sets: Sequence[
 def overlap(
     offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The box that two boxes share, as offset and shape; an empty shape has a zero in it."""
+    """The intersection of two boxes, as offset and shape; an empty one has a zero in its shape."""
     begins = tuple(max(a, b) for a, b in zip(offset, other_offset, strict=True))
     ends = (min(a + s, b + t) for a, s, b, t in zip(offset, shape, other_offset, other_shape, strict=True))
     return begins, tuple(max(0, end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
 def plan_hash(kept: Sequence[Sequence[TensorSlice]]) -> str:
-    """Names what is kept by whom: equal for equal tensors, layouts and ranks."""
+    """A name of the plan: equal for equal tensors, layouts and ranks."""
     digest = hashlib.sha256()
     for pieces in kept:
         table = sorted((p.name, p.dtype, p.global_shape, p.offset, p.shape) for p in pieces)
@@ -132,10 +133,14 @@ def plan_hash(kept: Sequence[Sequence[TensorSlice]]) -> str:
     return digest.hexdigest()[:32]
 
 
-def tensors_of(kept: Sequence[Sequence[TensorSlice]]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every tensor's dtype and global shape."""
-    return {piece.name: (piece.dtype, piece.global_shape) for pieces in kept for piece in pieces}
+def encode_held(held: Iterable[LocalTensor]) -> list[Any]:
+    """As JSON, to gather it from all ranks."""
+    boxes = ((item.box, item.divisible) for item in held)
+    return [[box.name, box.dtype, box.global_shape, box.offset, box.shape, divisible] for box, divisible in boxes]
 
 
-def bytes_of(pieces: Sequence[TensorSlice]) -> int:
-    return sum(math.prod(piece.shape) * ITEM_SIZES[piece.dtype] for piece in pieces)
+def decode_held(encoded: Sequence[Sequence[Any]]) -> list[LocalTensor]:
+    return [
+        LocalTensor(TensorSlice(name, dtype, tuple(whole), tuple(offset), tuple(shape)), divisible)
+        for name, dtype, whole, offset, shape, divisible in encoded
+    ]

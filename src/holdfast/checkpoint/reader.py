@@ -1,6 +1,6 @@
 """Reading a checkpoint without torch: verified bytes of mapped files, boxes of whole tensors by global name.
 
-The invariant: no byte leaves this file before the checksum of its chunk was compared with the manifest's.
+The invariant: no byte is returned before the checksum of its chunk was compared with the manifest's.
 """
 
 import math
@@ -8,7 +8,6 @@ import mmap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +28,7 @@ from holdfast.checkpoint.plan import overlap
 from holdfast.system.bounded_files import open_regular
 from holdfast.system.errors import HoldfastError
 
-# what numpy calls safetensors' dtypes; bfloat16 and float8 have no name there and come as unsigned integers of their bits
+# numpy's dtypes for safetensors' names; numpy has no bfloat16 and float8, which are read as unsigned integers of their bits
 NUMPY_TYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -53,7 +52,7 @@ Bytes = NDArray[np.uint8]
 
 
 class VerifiedFile:
-    """A shard, mapped at first use; `view` gives bytes of it that have been compared with their checksum."""
+    """A shard, mapped at first use; `view` returns bytes of it that match their checksum."""
 
     def __init__(self, folder: Path, entry: ShardFile) -> None:
         self.path, self._entry = folder / entry.name, entry
@@ -85,7 +84,7 @@ class VerifiedFile:
             self._verified[index] = 1
 
     def drop_pages(self) -> None:
-        """Gives the pages back that were read; they come again from the file when somebody looks."""
+        """Drops the pages that were read; the next access reads them from the file again."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -98,20 +97,20 @@ class VerifiedFile:
         if self._mapped is None:
             self.check_size()
             with open_regular(self.path) as file:
-                # a private, writable map: torch warns about read-only memory; nobody writes
+                # a private, writable map, because torch warns about read-only memory; it is never written
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 self._mapped = np.frombuffer(self._map, dtype=np.uint8)
         return self._mapped
 
 
 class Content(Protocol):
-    """Bytes by position, verified before they are given out."""
+    """Bytes by position, verified before they are returned."""
 
     def view(self, begin: int, end: int) -> Bytes: ...
 
 
 class Tensors:
-    """Whole tensors, assembled from the pieces that several contents (files, memory slots) hold of them."""
+    """Global tensors, assembled from the slices in several contents (files, memory slots)."""
 
     def __init__(self, origin: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> None:
         self.origin = origin
@@ -123,7 +122,7 @@ class Tensors:
         self._pieces[piece.name].append((piece, start, content))
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[Any]:
-        """A whole tensor, or the rows [first, last) of it. bfloat16 comes as uint16: numpy has no name for it."""
+        """A whole tensor, or the rows [first, last) of it. bfloat16 is returned as uint16: numpy has no such type."""
         dtype, shape = self._entry(name)
         first, last = rows if rows is not None else (0, shape[0] if shape else 1)
         box = ((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])) if shape else ((), ())
@@ -135,18 +134,18 @@ class Tensors:
     def parts(
         self, name: str, offset: Sequence[int], shape: Sequence[int]
     ) -> Iterator[tuple[tuple[slice, ...], NDArray[Any]]]:
-        """The pieces that make up a box of a tensor: where in the box, and the (verified, mapped) content."""
+        """The parts of a box of a tensor: where in the box, and the (verified, mapped) elements."""
         self._entry(name)
         missing = math.prod(shape)
-        for piece, start, holder in self._pieces[name]:
+        for piece, start, content in self._pieces[name]:
             begin, extent = overlap(offset, shape, piece.offset, piece.shape)
             if not math.prod(extent):
                 continue
             missing -= math.prod(extent)
             rows = (begin[0] - piece.offset[0], begin[0] - piece.offset[0] + extent[0]) if extent else (0, 1)
             row_bytes = math.prod(piece.shape[1:]) * ITEM_SIZES[piece.dtype]
-            content = holder.view(start + rows[0] * row_bytes, start + rows[1] * row_bytes)
-            part: NDArray[Any] = content.view(NUMPY_TYPES[piece.dtype]).reshape(extent[:1] + piece.shape[1:])
+            raw = content.view(start + rows[0] * row_bytes, start + rows[1] * row_bytes)
+            part: NDArray[Any] = raw.view(NUMPY_TYPES[piece.dtype]).reshape(extent[:1] + piece.shape[1:])
             inner = tuple(
                 slice(b - o, b - o + e) for b, o, e in zip(begin[1:], piece.offset[1:], extent[1:], strict=True)
             )
@@ -165,7 +164,7 @@ class Tensors:
 
 
 class Checkpoint(Tensors):
-    """A checkpoint folder, open for reading. Tensors come by global name."""
+    """A checkpoint folder, open for reading. Tensors have global names."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(str(path), manifest.tensors)
@@ -178,18 +177,16 @@ class Checkpoint(Tensors):
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the mapped files; they are unmapped when the last array that shows them is gone."""
+        """Closes the mapped files; they are unmapped when the last array on them is gone."""
         self._files.clear()
         self._pieces.clear()
 
     def drop_pages(self) -> None:
-        """Keeps this process small while it walks through a checkpoint that is not."""
+        """Bounds the memory of a process that reads a large checkpoint from end to end."""
         for file in self._files.values():
             file.drop_pages()
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run may go. No torch.
+"""Which checkpoints of a run may be removed. No torch.
 
 The invariant: only a checkpoint that verifies (manifest, sizes, checksums) counts as kept; nothing is removed before
 `keep_last` of those exist; what was just written and what the run resumed from are never removed.
@@ -40,8 +40,7 @@ def retain(
     for step, path in found:
         if step in kept or step in protect or (keep_every and step % keep_every == 0):
             continue
-        aside = new_temporary(folder, step)
-        remove_folder(path, aside)
+        remove_folder(path, new_temporary(folder, step))
         removed.append(path)
     return removed
 
@@ -56,7 +55,7 @@ def _is_sound(path: Path) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _verifies(path: Path, *identity: int) -> bool:
-    """Compares every byte with its checksum; a process reads each checkpoint once, told apart by its manifest's identity."""
+    """Compares every byte with its checksum, once per process and checkpoint; `identity` is that of its manifest file."""
     try:
         with open_checkpoint(path) as checkpoint:
             checkpoint.verify()

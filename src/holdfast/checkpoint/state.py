@@ -1,7 +1,7 @@
 """What belongs to a training state, under global names: parameters, persistent buffers, optimizer tensors, small JSON.
 
 The invariant: the same state has the same names in every layout. Wrappers (DDP, torch.compile, activation checkpointing) leave no
-trace in a name, tied parameters occur once, and a DTensor is described by the box that this rank holds.
+trace in a name, tied parameters occur once, and a DTensor is described by the slice that this rank holds.
 """
 
 import math
@@ -20,13 +20,13 @@ from holdfast.checkpoint.layout import TensorSlice
 from holdfast.checkpoint.plan import LocalTensor
 from holdfast.system.errors import HoldfastError
 
-NUMBER = (int, float)  # as a tuple: a union is made anew, and asked slowly, for every tensor of every snapshot
+NUMBER = (int, float)  # a tuple: a union would be built, and checked slowly, for every tensor of every snapshot
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor of the state and the box of it that this rank holds. `local` shares the parameter's memory."""
+    """A tensor of the state and the slice of it that this rank holds. `local` shares the parameter's memory."""
 
     name: str
     local: torch.Tensor
@@ -39,7 +39,7 @@ class Item:
 
 
 class State:
-    """What to save and where to load it: see the package's page."""
+    """What to save and where to load it: see the package's docstring."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class State:
 
     @property
     def replica_set(self) -> str | None:
-        """Names the ranks that divide replicated tensors among themselves; None is all of them."""
+        """A name of the ranks that divide replicated tensors among themselves; None stands for all ranks."""
         if self.replica_group is None:
             return None
         return ",".join(map(str, dist.get_process_group_ranks(self.replica_group)))
@@ -100,9 +100,9 @@ class State:
             ) from None
 
     def optimizer_settings(self) -> list[dict[str, Any]]:
-        """Learning rates and the like, with the names of the parameters they hold for; and state that is a mere number. JSON.
-        `exact`: tuples and lists are told apart, which files of earlier versions do not."""
-        told = []
+        """Param-group settings (learning rates) with the names of their parameters, and optimizer state that is a plain number.
+        JSON. `exact`: tuples and lists are distinguished, which files of earlier versions do not do."""
+        entries = []
         for optimizer in self.optimizers:
             numbers: dict[str, dict[str, Any]] = {}
             for parameter, state in optimizer.state.items():
@@ -111,7 +111,7 @@ class State:
                         numbers.setdefault(self.name_of(parameter), {})[key] = encode(value, key)
             for group in optimizer.param_groups:
                 names = [self.name_of(parameter) for parameter in group["params"]]
-                told.append(
+                entries.append(
                     {
                         "parameters": names,
                         "settings": {key: _plain(key, value) for key, value in group.items() if key != "params"},
@@ -119,15 +119,15 @@ class State:
                         "exact": True,
                     }
                 )
-        return told
+        return entries
 
     def apply_optimizer_settings(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        homes = {name: (entry["settings"], entry.get("exact")) for entry in saved for name in entry["parameters"]}
+        groups = {name: (entry["settings"], entry.get("exact")) for entry in saved for name in entry["parameters"]}
         numbers = {name: values for entry in saved for name, values in entry["numbers"].items()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 names = [self.name_of(parameter) for parameter in group["params"]]
-                settings, exact = next((homes[name] for name in names if name in homes), ({}, True))
+                settings, exact = next((groups[name] for name in names if name in groups), ({}, True))
                 for key, value in settings.items():
                     _set(group, key, decode(value), exact)
                 for name, parameter in zip(names, group["params"], strict=True):
@@ -136,8 +136,7 @@ class State:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Optimizer state that was created inside, for a checkpoint that then could not be loaded, is removed again: an older
-        one may not have it."""
+        """Removes optimizer state that the block created, if it raises: an older checkpoint may not have that state."""
         known = [{parameter: set(state) for parameter, state in o.state.items()} for o in self.optimizers]
         try:
             yield
@@ -151,7 +150,7 @@ class State:
             raise
 
     def create_optimizer_state(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """Makes room for the optimizer tensors that a checkpoint has (name → dtype, shape) and a fresh optimizer has not."""
+        """Creates the optimizer tensors that a checkpoint has (name → dtype, shape) and this optimizer does not have yet."""
         keys: dict[str, list[str]] = {}
         for name in tensors:
             if name.startswith("optimizer."):
@@ -170,7 +169,7 @@ class State:
 
 
 def describe(name: str, tensor: torch.Tensor, divisible: bool = True) -> Item:
-    """The item of one tensor: which box of which whole this rank holds."""
+    """The item of one tensor: which slice of the global tensor this rank holds."""
     shape = tuple(tensor.shape)
     offset: tuple[int, ...] = (0,) * len(shape)
     local = tensor.detach()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.collective import agree
+from holdfast.checkpoint.collective import agreed
 from holdfast.checkpoint.loading import load_into, refuse_unused
 from holdfast.checkpoint.manifest import merge_settings
 from holdfast.checkpoint.reader import Bytes, Tensors
@@ -161,19 +161,14 @@ def load_candidate(candidate: Candidate, state: State, run_memory: RunMemory, ra
             raise RejectedState(name, "; ".join(sorted(damaged.values())))
         source = Tensors(f"the snapshot of step {candidate.step}", {})
         small = _open_all(sound, ranks, source, opened, run_memory, rank_group)
-    except RejectedState:
+        with state.undone_on_error():
+            with agreed(rank_group.group):
+                load_into(source, state, small[ranks[0]]["padded_rows"])
+            refuse_unused(source.tensors, state, source.origin, rank_group.group)
+    except BaseException:
         opened.close_except(None)
         raise
-    trouble: Exception | None = None
-    with state.undone_on_error():
-        try:
-            load_into(source, state, small[ranks[0]]["padded_rows"])
-        except Exception as error:
-            trouble = error
-        finally:
-            arena = opened.close_except(rank_group.rank)
-        agree(trouble, rank_group.group)
-        refuse_unused(source.tensors, state, source.origin, rank_group.group)
+    arena = opened.close_except(rank_group.rank)
     state.apply_optimizer_settings(merge_settings([small[rank]["optimizer"] for rank in sorted(small)]))
     own = small.get(rank_group.rank) if small[ranks[0]]["world"] == rank_group.world else None
     peers = [sound.locations[rank][0].peer for rank in ranks]

@@ -7,7 +7,7 @@ is taken back on all and made again for the newest step.
 import time
 from collections.abc import Callable
 
-from holdfast.checkpoint.collective import agree
+from holdfast.checkpoint.collective import agreed
 from holdfast.snapshot.keeper.client import KeeperClient
 from holdfast.snapshot.memory.ready_slot import find_ready
 from holdfast.snapshot.memory.run_memory import RunMemory, write_json
@@ -87,8 +87,7 @@ class Saves:
     def wait_for_disk(self, last: int, deadline: float) -> None:
         """Waits until step `last` is on disk; all ranks raise the same error if it is not by the deadline. Collective."""
         step, token = (last, "") if self.pending else self._requested or (self.step, "")
-        trouble: Exception | None = None
-        try:
+        with agreed(self._rank_group.group):
             if self._rank_group.first_on_node and (self._requested or self.pending):
                 self.keeper.wait_for_save(step, token, deadline)
             if step != last:
@@ -96,6 +95,3 @@ class Saves:
                     f"step {last} is not on disk: it could not be copied to {self._run_memory.path}. Step {step} is the "
                     f"last that was saved to {self._run_memory.folder}"
                 )
-        except (HoldfastError, OSError) as error:
-            trouble = error
-        agree(trouble, self._rank_group.group)

@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.collective import agree
+from holdfast.checkpoint.collective import agreed
 from holdfast.checkpoint.layout import ShardLayout, TensorSlice, lay_out
-from holdfast.checkpoint.plan import complete_sets, divide, plan_hash, ranks_to_persist
+from holdfast.checkpoint.plan import complete_sets, decode_held, divide, encode_held, plan_hash, ranks_to_persist
 from holdfast.checkpoint.state import Item, State
-from holdfast.checkpoint.writing import decode_held, encode_held
 from holdfast.snapshot.memory.arena import DISK, PEER, RESERVED, SLOTS, Arena, arena_name, file_bytes, slots_at_most
 from holdfast.snapshot.memory.copier import Copier, Copy
 from holdfast.snapshot.memory.ready_slot import find_ready
@@ -65,20 +64,15 @@ class SlotAllocator:
         if self._watch is None or not self._stale:
             return self._stale
         try:
-            return encode_held(self._state.items()) != self._held
+            return encode_held(item.held for item in self._state.items()) != self._held
         except HoldfastError:
             return True  # make_plan raises it, on all ranks
 
     def make_plan(self, small_size: Callable[[Mapping[str, Any]], int]) -> None:
         """Agrees with all ranks on who holds what, and makes the memory for it. Collective."""
-        trouble: Exception | None = None
-        items: list[Item] = []
-        try:
+        with agreed(self._rank_group.group):
             items = self._state.items()
-        except HoldfastError as error:
-            trouble = error
-        agree(trouble, self._rank_group.group)
-        self._held = encode_held(items)
+        self._held = encode_held(item.held for item in items)
         self._layout = self._agree_on_plan(self._held, small_size(self.plan))
         self._renew_copier(items)
 
@@ -199,17 +193,13 @@ class SlotAllocator:
         path = self._run_memory.path / arena_name(rank_group.rank, rank_group.world, plan_hash(kept))
         arena = self._open(path, plan_hash(kept))
         generation, token = self._agree_on_generation(arena)
-        trouble: Exception | None = None
-        try:
+        with agreed(rank_group.group):
             if arena is None:
                 arena = self._create(path, kept, small_bytes, generation)
             elif arena.sizes.meta < small_bytes:
                 arena = arena.grown(small_bytes)
             if arena.generation != generation:
                 arena.set_generation(generation)
-        except (HoldfastError, OSError) as error:
-            trouble = error
-        agree(trouble, rank_group.group)
         if self.arena is not None:
             self.arena.close()
         self.arena = arena

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from holdfast.checkpoint.collective import agree
+from holdfast.checkpoint.collective import agreed
 from holdfast.snapshot.memory.run_memory import RunMemory
 from holdfast.snapshot.ranks.rank_group import RankGroup
 from holdfast.snapshot.ranks.status_page import RankStatus, status_page_name
@@ -44,18 +44,14 @@ def claim_rank(rank_group: RankGroup, run_memory: RunMemory, folder: Path) -> Ra
     claim: RankClaim | None = None
     # The first rank of a node claims before the others: of two starts at the same time one gets the whole node.
     for first in (True, False):
-        trouble: Exception | None = None
         try:
-            # The supervisor of `holdfast train` has claimed the run folder already, for the ranks of all hosts.
-            if first and rank_group.rank == 0 and "HOLDFAST_SUPERVISED" not in os.environ:
-                folder_claim = _claim_folder(folder)
-            if rank_group.first_on_node is first:
-                claim = RankClaim(*_claim_page(rank_group.rank, run_memory), folder_claim)
-        except (HoldfastError, OSError) as error:
-            trouble = error
-        try:
-            agree(trouble, rank_group.group)
-        except (HoldfastError, OSError):
+            with agreed(rank_group.group):
+                # The supervisor of `holdfast train` has claimed the run folder already, for the ranks of all hosts.
+                if first and rank_group.rank == 0 and "HOLDFAST_SUPERVISED" not in os.environ:
+                    folder_claim = _claim_folder(folder)
+                if rank_group.first_on_node is first:
+                    claim = RankClaim(*_claim_page(rank_group.rank, run_memory), folder_claim)
+        except BaseException:
             if claim is not None:
                 claim.release()
             elif folder_claim is not None:
