@@ -1,4 +1,4 @@
-"""The verbs `snapshots` and `persist`: show what is held of a run, and write it to disk. No torch."""
+"""The verbs `snapshots` and `persist`: show the state of a run in memory and on disk, and write it to disk. No torch."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ ANSWER_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotsOptions:
-    """Show what is held of a run, in memory and on disk: which step, verified or not, how many bytes.
+    """Show the state that is held of a run, in memory and on disk: which step, verified or not, how many bytes.
 
     Examples:
 
@@ -47,20 +47,20 @@ def snapshots(options: SnapshotsOptions) -> None:
 
 
 def find_run(run: str, memory: str, verify: bool) -> dict[str, Any]:
-    """What is held of the run of this name or folder. A name that is no run is an error that lists the runs there are."""
+    """What is held of the run of this name or folder; an unknown name is an error that lists the runs that exist."""
     from holdfast.snapshot.memory.run_memory import find_run_memory, run_memories
     from holdfast.snapshot.report import disk_only_facts, is_run_folder, run_facts, run_folders_in
 
     folder = real_path(run)
     limit = float("inf") if verify else 0
-    if any(run_memory.name == run or run_memory.folder == folder for run_memory in run_memories(memory)):
+    known = run_memories(memory)
+    if any(run_memory.name == run or run_memory.folder == folder for run_memory in known):
         return run_facts(find_run_memory(run, memory), verify, limit)
     if is_run_folder(folder):
         return disk_only_facts(folder, limit)
-    held = [f"{run_memory.name} ({run_memory.folder})" for run_memory in run_memories(memory)]
-    near = [
-        str(found) for parent in {folder, folder.parent, Path("runs").absolute()} for found in run_folders_in(parent)
-    ]
+    held = [f"{run_memory.name} ({run_memory.folder})" for run_memory in known]
+    parents = {folder, folder.parent, Path("runs").absolute()}
+    near = [str(found) for parent in parents for found in run_folders_in(parent)]
     what = f"{run} is a folder but not a run" if folder.is_dir() else f"there is no run {run}"
     raise HoldfastError(
         f"{what}. Runs in memory: {', '.join(held) or 'none'}. Run folders near it: {', '.join(sorted(near)) or 'none'}"
@@ -110,7 +110,7 @@ def persist(options: PersistOptions) -> None:
 
 
 def persist_now(run_memory: Any, stop: bool) -> Path:
-    """Asks the keeper; one is started where there is none."""
+    """Requests the save from the keeper, which is started if there is none; returns the checkpoint's path."""
     from holdfast.snapshot.keeper.client import start_keeper
     from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, write_json
 

@@ -1,8 +1,8 @@
 """States that lead to NaN: counted in the run folder, quarantined after the second resume that met one.
 
-The invariants: a resumed run is counted once at most, and only for a NaN within NEAR steps of the step it resumed from; what is
-quarantined is the suspected state and what descends from it; nothing is removed. So a bad snapshot does not catch the run in a
-loop, and a NaN that has nothing to do with the resumed state costs nothing.
+The invariants: a resumed run is counted at most once, and only for a NaN within NEAR steps of the step it resumed from; what is
+quarantined is the suspected state and what descends from it; nothing is deleted. So a bad snapshot does not keep the run in a
+loop, and a NaN that is unrelated to the resumed state costs nothing.
 """
 
 from pathlib import Path
@@ -26,14 +26,14 @@ class NanGuard:
         self._path = folder / "quarantine.json"
 
     def resumed_from(self, step: int | None) -> None:
-        """Notes where the run continues; None for a fresh start. A state that was suspected before is dealt with by now."""
+        """Records where the run continues; None for a new start. A state that was suspected before has been handled by now."""
         record = self._read()
-        dealt_with = step is None or self.suspected() is not None
+        handled = step is None or self.suspected() is not None
         record |= {"resumed": step, "counted": False}
-        self._write(record | {"suspect": None, "count": 0} if dealt_with else record)
+        self._write(record | {"suspect": None, "count": 0} if handled else record)
 
     def report(self, step: int) -> None:
-        """The loss of this step is NaN or infinite."""
+        """Counts a step whose loss is NaN or infinite."""
         record = self._read()
         resumed, suspect = record["resumed"], record["suspect"]
         if resumed is None or record["counted"] or not 0 <= step - resumed <= NEAR:
@@ -45,15 +45,15 @@ class NanGuard:
         self._write(record | {"counted": True})
 
     def suspected(self) -> int | None:
-        """The step from which on states are not to be used if there is any other: two resumed runs met a NaN near them."""
+        """The step from which on states are avoided, because two resumed runs met a NaN near it; None if there is none."""
         record = self._read()
         return record["suspect"] if record["count"] >= LIMIT else None
 
     def quarantine(self) -> list[Path]:
-        """Renames the suspected checkpoints on disk, so that no reader takes them for good ones; their new names."""
+        """Renames the suspected checkpoints on disk, so that no reader uses them; returns their new names."""
         suspect = self.suspected()
         return [
-            _set_aside(path) for step, path in checkpoints_in(self._folder) if suspect is not None and step >= suspect
+            _quarantine(path) for step, path in checkpoints_in(self._folder) if suspect is not None and step >= suspect
         ]
 
     def _read(self) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class NanGuard:
             log(f"{self._path} was not written: {error}")
 
 
-def _set_aside(path: Path) -> Path:
-    """A step that is suspected again, after it was repeated, gets a number."""
+def _quarantine(path: Path) -> Path:
+    """A step that was repeated and is suspected again gets a number."""
     names = (f"set-aside-{path.name}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
     target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     rename_into_place(path, target)

@@ -1,4 +1,4 @@
-"""What is held of a run, in memory and on disk: facts for `snapshots` and `inspect`, and their text. No torch, no changes."""
+"""What is held of a run, in memory and on disk: facts for `snapshots` and `inspect`, and their text. Read-only; no torch."""
 
 import time
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ from holdfast.snapshot.memory.slot import EMPTY, READY, STATES, DamagedError
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
 from holdfast.system.leases import lease_seconds, newest_lease
+from holdfast.system.progress import count_of
 from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
 
 
 def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
-    """One rank's memory, slot by slot. `verify` compares every byte now; else the last check of the keeper counts."""
+    """One rank's memory, slot by slot. `verify` compares every byte now; otherwise the keeper's last check is reported."""
     slots = []
     for index in range(SLOTS):
         header = arena.slot(index).header()
@@ -62,15 +63,12 @@ def run_facts(run_memory: RunMemory, verify: bool = False, verify_disk_bytes: fl
     """Everything that this host holds of a run."""
     own = open_arenas(run_memory.arenas(), run_memory.key)
     peers = open_arenas(run_memory.peer_arenas(), run_memory.key)
-    steps = common_steps(newest_generation(own))
-    facts = {
+    facts = disk_only_facts(run_memory.folder, verify_disk_bytes) | {
         "run": run_memory.name,
-        "folder": str(run_memory.folder),
         "memory": str(run_memory.path),
         "bytes": run_memory.memory_bytes(),
         "keeper": keeper_alive(run_memory),
-        "claimed_by": live_claims(run_memory.folder),
-        "common_steps": steps,
+        "common_steps": common_steps(newest_generation(own)),
         "ranks": [
             {
                 "rank": rank,
@@ -83,7 +81,6 @@ def run_facts(run_memory: RunMemory, verify: bool = False, verify_disk_bytes: fl
         ],
         "arenas": [arena_facts(arena, verify) for arena in own],
         "peer_copies": [arena_facts(arena, verify) for arena in peers],
-        "checkpoints": disk_facts(run_memory.folder, verify_disk_bytes),
     }
     for arena in own + peers:
         arena.close()
@@ -108,8 +105,8 @@ def disk_only_facts(folder: Path, verify_disk_bytes: float = 0) -> dict[str, Any
 
 
 def live_claims(folder: Path) -> list[str]:
-    """The processes that hold a claim of the run, on any host, as far as this host can know: one of another host counts as
-    alive while its lease file was touched within the lease time."""
+    """The processes that hold a claim of the run, on any host. A process of another host counts as alive if its lease file was
+    touched within the lease time."""
     found = []
     for node in sorted(folder.glob(f"{CLAIM_FOLDER}/node-*")):
         lease = newest_lease(node) if node.is_dir() else None
@@ -123,7 +120,7 @@ def live_claims(folder: Path) -> list[str]:
 
 def disk_facts(folder: Path, verify_bytes: float = 0) -> list[dict[str, Any]]:
     """The checkpoints of a run folder, newest first. The sizes of all files are checked; checksums, newest checkpoint first,
-    of up to `verify_bytes` bytes. `verified` is None where the checksums were not compared."""
+    of up to `verify_bytes` bytes. `verified` is None if the checksums were not compared."""
     found = []
     for step, path in reversed(checkpoints_in(folder)):
         entry: dict[str, Any] = {"step": step, "path": str(path), "bytes": 0, "world": 0}
@@ -208,21 +205,18 @@ def disk_lines(facts: dict[str, Any]) -> list[str]:
         health = {True: "checksums match", False: "DAMAGED", None: "complete, checksums not compared"}[
             entry["verified"]
         ]
-        rows.append(
-            [
-                f"step {entry['step']:,}",
-                size_text(entry["bytes"]) if entry["bytes"] else "-",
-                f"{entry['world'] or '-'}",
-                health,
-            ]
-        )
+        size = size_text(entry["bytes"]) if entry["bytes"] else "-"
+        rows.append([f"step {entry['step']:,}", size, f"{entry['world'] or '-'}", health])
         troubles += [f"  step {entry['step']:,}: {entry['trouble']}"] if entry["trouble"] else []
-    count = f"{len(entries)} checkpoint{'s' if len(entries) != 1 else ''}"
-    return [f"disk: {count}", *table(["checkpoint", "size", "ranks", "health"], rows), *troubles]
+    return [
+        f"disk: {count_of(len(entries), 'checkpoint')}",
+        *table(["checkpoint", "size", "ranks", "health"], rows),
+        *troubles,
+    ]
 
 
 def resume_advice(facts: dict[str, Any]) -> tuple[str, str]:
-    """What to do next with a run, from what is held of it: a sentence, and the command ("" where only the user knows it)."""
+    """What to do next with a run: a sentence, and the command ("" if only the user knows it)."""
     folder = Path(facts["folder"])
     if facts["claimed_by"] or any(rank["alive"] for rank in facts["ranks"]):
         return "the run is training; to save it and end it", f"holdfast persist {quote(str(folder))} --stop"
@@ -255,7 +249,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns with two spaces between; numbers to the right. Nothing for no rows."""
+    """Columns with two spaces between; numbers aligned to the right. No lines if there are no rows."""
     if not rows:
         return []
     widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]

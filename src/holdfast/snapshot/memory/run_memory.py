@@ -1,18 +1,18 @@
-"""Where the snapshots of a run lie in memory: one folder per run on a memory file system, and whose it is.
+"""The memory of a run: one folder per run on a memory file system, its owner, its locks and its clean-up.
 
     /dev/shm/holdfast-UID/NAME-0123456789abcdef/
         run.json                              name, run folder, boot
-        keeper.lock, keeper.json              who keeps it: a lock that ends with its holder; its process
+        keeper.lock, keeper.json              the keeper's lock, which ends with its process; its process number
         keeper.status                         the keeper's heartbeat and last error
         rank-00000.status                     a rank's status page
         rank-00000-of-00002.PLAN.arena        a rank's memory
         peer-HOST-rank-...arena               a copy held for another node
-        requests/                             what has been asked of the keeper
+        requests/                             requests to the keeper
 
 Beside it, `.NAME-0123456789abcdef.lock` is locked while the memory is claimed by ranks or freed.
 
-The invariant: the folder's name follows from run name and run folder, so two runs meet in one folder only if both are equal;
-every folder belongs to this user, who alone may enter it; nothing is removed here that another run, user or living process
+The invariant: the folder's name is a function of run name and run folder, so two runs share a folder only if both are equal;
+every folder belongs to this user, who alone may enter it; nothing is removed here that another run, user or live process
 owns; and no decision depends on the wall clock or on a file's time.
 """
 
@@ -45,7 +45,7 @@ MEMORY = "/dev/shm"
 STALE_SECONDS = 24 * 3600.0
 LOCK_SECONDS = 60.0
 SERVE = "serve"
-"""a file in the run's memory: other nodes restore from what this one holds"""
+"""a file in the run's memory while other nodes restore from this one"""
 ARENA_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 PEER_FILE = re.compile(r"peer-(?P<node>.+)-rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 
@@ -77,7 +77,7 @@ class RunMemory:
 
     @property
     def node(self) -> str:
-        """This place among the places of a run on other machines (or, in a test, in other folders of this one)."""
+        """The name of this node within the run: its host, and the folder, because tests have several nodes on one host."""
         return f"{socket.gethostname()}:{self.path.parent}"
 
     @property
@@ -96,7 +96,7 @@ class RunMemory:
 
     @contextmanager
     def locked(self, wait: bool = True) -> Iterator[bool]:
-        """Holds the lock under which this memory is claimed or freed; yields False if it is taken and `wait` is False."""
+        """Holds the lock for claiming or freeing this memory; yields False if another process has it and `wait` is False."""
         make_private_folder(self.path.parent)
         descriptor = _lock_file(self.path.parent / f".{self.path.name}.lock", wait)
         try:
@@ -130,7 +130,7 @@ class RunMemory:
 
 
 def open_arenas(paths: list[Path], run: str, on_damage: Callable[[str], None] = lambda message: None) -> list[Arena]:
-    """The arenas that can be read and belong to the run; the others are left alone, `on_damage` learns about damaged ones."""
+    """The arenas that can be read and belong to the run; `on_damage` is called with a message for each damaged one."""
     found = []
     for path in paths:
         try:
@@ -158,19 +158,19 @@ def run_memories(memory: Path | str = MEMORY) -> list[RunMemory]:
 
 
 def find_run_memory(run: str, memory: Path | str = MEMORY) -> RunMemory:
-    """The run of this name or with this run folder; an unclear or unknown name is an error that lists what there is."""
-    all_places = run_memories(memory)
-    matches = [p for p in all_places if p.name == run or p.folder == Path(run).resolve()]
+    """The run of this name or run folder; an ambiguous or unknown name is an error that lists the runs in memory."""
+    known = run_memories(memory)
+    matches = [p for p in known if p.name == run or p.folder == Path(run).resolve()]
     if len(matches) == 1:
         return matches[0]
-    names = ", ".join(f"{p.name} ({p.folder})" for p in (matches or all_places)) or "none"
+    names = ", ".join(f"{p.name} ({p.folder})" for p in (matches or known)) or "none"
     what = "several runs are called" if matches else "no memory is held for a run called"
     raise HoldfastError(f"{what} {run}; held here: {names}")
 
 
 def remove_stale(memory: Path | str, keep: RunMemory) -> list[str]:
-    """Frees what dead runs left behind: no process keeps or uses it, and it is of another boot, or no rank gave a sign of life
-    for a day. What a keeper was freeing when it was killed goes at once."""
+    """Frees the memory of dead runs, and returns their names: no process keeps or uses it, and it is of another boot, or the
+    last heartbeat of a rank is a day old. What a killed keeper was freeing is removed at once."""
     removed = []
     for entry in _entries(user_folder(memory)):
         if entry.name.startswith(".") and entry.suffix == ".freed":
@@ -186,7 +186,7 @@ def remove_stale(memory: Path | str, keep: RunMemory) -> list[str]:
 
 
 def remove_dead_temporaries(run_memory: RunMemory) -> None:
-    """Removes what ranks that were killed while they started left in this memory: arenas and records without a final name."""
+    """Removes the arenas and records without a final name of ranks that were killed while they started."""
     for entry in _entries(run_memory.path) + _entries(run_memory.requests):
         match = TEMPORARY_FILE.fullmatch(entry.name)
         if match and not start_time(int(match["process"] or match["puller"])):
@@ -202,8 +202,8 @@ def _is_stale(run_memory: RunMemory) -> bool:
 
 
 def make_private_folder(path: Path) -> None:
-    """Makes a folder that this user alone may enter. What another user put there, or a link, is refused: whoever owns the
-    folder decides what is in it."""
+    """Makes a folder that this user alone may enter. A folder of another user, or a link, is refused: its owner decides what is
+    in it."""
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
     status = os.lstat(path)
@@ -224,7 +224,7 @@ def _lock_file(path: Path, wait: bool) -> int | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor  # else its holder has removed it: the next one has another file
+                return descriptor  # else its holder has removed it, and the next one locks a new file
         except BlockingIOError:
             pass
         os.close(descriptor)
@@ -240,7 +240,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def lock_keeper(run_memory: RunMemory) -> int | None:
-    """Becomes the keeper: a descriptor to hold for as long; None if there is one."""
+    """Becomes the keeper: a descriptor that holds the lock; None if another process has it."""
     descriptor = open_private(run_memory.path / "keeper.lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -256,7 +256,7 @@ def lock_keeper(run_memory: RunMemory) -> int | None:
 
 
 def keeper_alive(run_memory: RunMemory) -> bool:
-    """Whether a process holds the keeper's lock. Only asks: to take the lock for a moment could keep a new keeper from it."""
+    """Whether a process holds the keeper's lock. It only queries the lock: taking it could keep a new keeper from starting."""
     try:
         descriptor = open_private(run_memory.path / "keeper.lock", os.O_RDWR)
     except FileNotFoundError:
@@ -269,7 +269,7 @@ def keeper_alive(run_memory: RunMemory) -> bool:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Appears by rename, readable by its owner alone; memory needs no fsync."""
+    """Writes a file that appears by rename, readable by its owner alone; memory needs no fsync."""
     replace_file(path, orjson.dumps(record), opener=open_private)
 
 
