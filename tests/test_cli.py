@@ -134,7 +134,7 @@ def test_help_and_version_work_as_words_and_as_flags(arguments, lines, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["trian"], "perhaps you meant: train"),
         (["tokenizer"], "'tokenizer' needs a second word; choose one of: tokenizer train"),
@@ -150,10 +150,10 @@ def test_help_and_version_work_as_words_and_as_flags(arguments, lines, capsys):
         (["generate"], "model"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_says_what_was_meant(arguments, said):
+def test_wrong_usage_exits_with_2_and_names_what_was_meant(arguments, output):
     done = holdfast(*arguments)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert said.lower() in (done.stdout + done.stderr).lower()
+    assert output.lower() in (done.stdout + done.stderr).lower()
     assert "Traceback" not in done.stderr
 
 

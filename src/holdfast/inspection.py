@@ -105,11 +105,11 @@ class InspectOptions:
     tokenizer_type: str = "GPT2BPETokenizer"
     """Tokenizer of a dataset, to show its documents as text."""
     vocab_file: str | None = None
-    """As for preprocess."""
+    """Vocabulary of the tokenizer, as for preprocess."""
     merge_file: str | None = None
-    """As for preprocess."""
+    """Merges of the tokenizer, as for preprocess."""
     tokenizer_model: str | None = None
-    """As for preprocess."""
+    """File or folder of the tokenizer, as for preprocess."""
     documents: int = 3
     """Number of documents of a dataset to show."""
     json: bool = False

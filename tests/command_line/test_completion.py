@@ -1,4 +1,4 @@
-"""Shell completion as a user meets it: TAB in real shells, with the printed script."""
+"""Shell completion: TAB in real shells, with the printed script."""
 
 import json
 import os

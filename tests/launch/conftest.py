@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parent / "slurm_lab"
-PATIENCE = 240.0
+WAIT_SECONDS = 240.0
 
 
 class Lab:
-    """The virtual cluster: runs commands against it and waits for what jobs do, never longer than PATIENCE."""
+    """The virtual cluster: runs commands against it and waits for its jobs, at most WAIT_SECONDS."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
@@ -35,7 +35,7 @@ class Lab:
         }
 
     def up(self) -> subprocess.CompletedProcess[str]:
-        """Starts what is not running; revives nodes that a test took down."""
+        """Starts what is not running, and restarts nodes that a test took down."""
         return self.script("up.sh")
 
     def script(self, name: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +56,7 @@ class Lab:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=WAIT_SECONDS,
         )
         assert not check or done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
@@ -75,8 +75,8 @@ class Lab:
         shown = self.run("scontrol", "show", "job", "-o", job, check=False).stdout
         return [word.split("=", 1)[1] for word in shown.split() if word.startswith("JobState=")]
 
-    def wait(self, what: str, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-        """Until the condition holds; otherwise fails and shows what the cluster knows."""
+    def wait(self, what: str, condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
+        """Waits until the condition holds; fails with the cluster's state and logs after the limit."""
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:
@@ -101,8 +101,8 @@ class Lab:
         except OSError:
             return ""
 
-    def lose(self, node: str) -> None:
-        """The node is gone from one moment to the next, with everything that ran on it."""
+    def kill_node(self, node: str) -> None:
+        """Kills every process of the node at once."""
         for process in self.pids_on(node):
             os.kill(process, signal.SIGKILL)
 
@@ -140,7 +140,7 @@ def is_free(port: int) -> bool:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Lab]:
-    """The cluster itself; tests use `lab`, which also mends what the test before broke."""
+    """The cluster itself; tests use `lab`, which also restarts nodes that the test took down."""
     lab = Lab(Path(tempfile.mkdtemp(prefix="holdfast-slurm-")), free_ports(100))
     try:
         started = lab.up()

@@ -56,7 +56,7 @@ def test_the_first_host_of_slurms_lists(listed: str, first: str) -> None:
     assert first_host(listed) == first
 
 
-def test_the_table_says_what_to_do_only_where_something_is_wrong() -> None:
+def test_the_table_gives_advice_only_where_something_is_wrong() -> None:
     text = doctor.table([doctor.Check("a", "pass", "fine", "unused"), doctor.Check("b", "fail", "broken", "repair it")])
     assert text.splitlines() == ["pass  a  fine", "fail  b  broken", "         → repair it"]
 

@@ -130,7 +130,7 @@ def check(manifest: Manifest) -> None:
         "TrainingRuntime": TrainerV1alpha1TrainingRuntime,
     }
     if manifest["kind"] in models:
-        # The official model drops what it does not know: what comes back must be what went in.
+        # The official model drops unknown fields: its output must equal its input.
         assert_kept(manifest, models[manifest["kind"]].from_dict(manifest).to_dict())
     elif manifest["kind"] == "PyTorchJob":
         jsonschema.validate(manifest, PYTORCH_JOB)

@@ -1,4 +1,4 @@
-"""Mistakes on the command line of a launch are refused at once, with one line that says what to do."""
+"""Mistakes on the command line of a launch are refused at once, with one line of advice."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_what_the_api_server_would_refuse_is_refused_here(options: KubernetesOpt
         kubernetes.check_options(options, {})
 
 
-def test_amounts_that_kubernetes_knows_are_accepted() -> None:
+def test_kubernetes_quantities_are_accepted() -> None:
     for amount in ("16", "0.5", "500m", "200Gi", "200G", "1.5Ti", "64Ki"):
         kubernetes.check_options(KubernetesOptions(cpus=amount, mem=amount, shm=amount, namespace="team-1"), {})
 

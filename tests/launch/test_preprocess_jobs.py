@@ -81,13 +81,13 @@ def test_an_array_over_four_nodes_with_a_task_killed_equals_one_machine(
     lab.wait_for_end(merge, log=outputs / f"slurm-{merge}.out")
     assert dataset(prefix) == expected
     assert lab.field(f"{array}_1", "Restarts") == "1"
-    undisturbed = [task for task in range(PARTITIONS) if task != 1]
-    assert len({lab.field(f"{array}_{task}", "BatchHost") for task in undisturbed}) == len(undisturbed)
+    uninterrupted = [task for task in range(PARTITIONS) if task != 1]
+    assert len({lab.field(f"{array}_{task}", "BatchHost") for task in uninterrupted}) == len(uninterrupted)
 
     status = json.loads(lab.holdfast("launch", "status", f"{prefix}.run", "--json").stdout)
     assert [job["state"] for job in status["jobs"]] == [f"{PARTITIONS} COMPLETED", "COMPLETED"]
 
-    # a partition is lost, and the jobs run again: only that one is made anew
+    # a partition is lost, and the jobs run again: only that one is made again
     for suffix in (".bin", ".idx"):
         prefix.with_name(f"corpus_text_document{suffix}").unlink()
         prefix.with_name(f"corpus_2_text_document{suffix}").unlink()

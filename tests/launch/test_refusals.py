@@ -81,7 +81,7 @@ def test_paths_that_the_container_does_not_see_are_refused(lab: Lab, shared: Pat
     assert "is not mounted in the container" in refused.stderr
 
 
-def test_the_environment_names_of_the_original_are_honoured(lab: Lab, shared: Path, train: list[str | Path]) -> None:
+def test_image_and_mounts_come_from_the_environment(lab: Lab, shared: Path, train: list[str | Path]) -> None:
     (shared / "holdfast.sqsh").touch()
     environment = {"APPS_PATH": str(shared), "DATA_PATH": str(shared)}
     arguments = ["$DATA_PATH/corpus" if part == shared / "corpus" else part for part in train]
@@ -95,7 +95,7 @@ def test_the_environment_names_of_the_original_are_honoured(lab: Lab, shared: Pa
 
 
 @pytest.mark.parametrize("verb", [["status"], ["logs"], ["stop"], ["resume"]])
-def test_a_folder_that_was_never_launched_says_so(lab: Lab, tmp_path: Path, verb: list[str]) -> None:
+def test_a_folder_that_was_never_launched_is_refused(lab: Lab, tmp_path: Path, verb: list[str]) -> None:
     refused = lab.holdfast("launch", *verb, tmp_path, check=False)
     assert refused.returncode == 1
     assert "was not launched from here" in refused.stderr

@@ -1,4 +1,4 @@
-"""Reading what Slurm says."""
+"""Parsing of Slurm's times and error messages."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_a_time_limit_in_words_is_refused() -> None:
         seconds_of("two hours")
 
 
-def test_the_reason_is_slurms_without_its_prefixes() -> None:
-    said = "sbatch: error: invalid partition specified: gpu\nallocation failure: Invalid partition name specified\n"
-    assert reason(said) == "invalid partition specified: gpu; allocation failure: Invalid partition name specified"
+def test_the_reason_is_slurms_message_without_its_prefixes() -> None:
+    output = "sbatch: error: invalid partition specified: gpu\nallocation failure: Invalid partition name specified\n"
+    assert reason(output) == "invalid partition specified: gpu; allocation failure: Invalid partition name specified"
     assert reason("") == "it gave no reason"

@@ -57,7 +57,7 @@ def inputs(cluster: Lab) -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Lab, inputs: tuple[Path, Path]) -> Path:
+def uninterrupted(cluster: Lab, inputs: tuple[Path, Path]) -> Path:
     """The same run on one machine with the same number of ranks, and no trouble."""
     config, data = inputs
     run = cluster.folder / "undisturbed"
@@ -82,16 +82,16 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def state(run: Path) -> dict[str, np.ndarray]:
-    """Weights and optimizer at the end, whoever held which part of them."""
+    """Weights and optimizer at the end, however they were sharded."""
     checkpoint = open_checkpoint(run / "checkpoints" / f"step-{ITERATIONS:08d}")
     return {name: checkpoint.tensor(name) for name in checkpoint.tensors}
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    told, expected = losses(run), losses(other)
-    assert told == {iteration: expected[iteration] for iteration in told}
-    # an iteration that was done and not yet told when its start was killed is missing in the metrics, and only there
-    assert len(expected) - len(told) < recorded(run).count("started")
+    logged, expected = losses(run), losses(other)
+    assert logged == {iteration: expected[iteration] for iteration in logged}
+    # the metrics may lack an iteration that was done and not yet logged when its start was killed
+    assert len(expected) - len(logged) < recorded(run).count("started")
     mine, theirs = state(run), state(other)
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not np.array_equal(mine[name], theirs[name])] == []
@@ -146,7 +146,7 @@ def recorded(run: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_signals_requeues_and_cancels_change_nothing(
-    lab: Lab, shared: Path, inputs: tuple[Path, Path], undisturbed: Path
+    lab: Lab, shared: Path, inputs: tuple[Path, Path], uninterrupted: Path
 ) -> None:
     run = shared / "run"
     watch = Watch(lab, run)
@@ -168,13 +168,13 @@ def test_signals_requeues_and_cancels_change_nothing(
     job = lab.holdfast("launch", "resume", run).stdout.strip()
     watch.until_done(job)
     assert recorded(run)[-1] == "finished"
-    assert_same_run(run, undisturbed)
+    assert_same_run(run, uninterrupted)
     assert [step > 0 for step in resumed_from(run)] == [True] * 3, log(run)
     assert "all iterations are done" in lab.holdfast("launch", "logs", "-f", run).stdout
 
 
 def test_two_nodes_compute_what_one_machine_computes_requeued_and_then_stopped(
-    lab: Lab, shared: Path, inputs: tuple[Path, Path], undisturbed: Path
+    lab: Lab, shared: Path, inputs: tuple[Path, Path], uninterrupted: Path
 ) -> None:
     run = shared / "run"
     watch = Watch(lab, run)
@@ -198,7 +198,7 @@ def test_two_nodes_compute_what_one_machine_computes_requeued_and_then_stopped(
     asked = [event["step"] for event in events if event["event"] == "persisted" and event["reason"] != "save"]
     asked = [step for step in asked if int(str(step)) > resumed]
     assert set(asked) <= {ended} and (run / "checkpoints" / f"step-{ended:08d}").exists(), events
-    expected = losses(undisturbed)
+    expected = losses(uninterrupted)
     assert losses(run) == {iteration: expected[iteration] for iteration in losses(run)}
     assert "stopped: persisted on request" in lab.holdfast("launch", "status", run).stdout
     ended = lab.holdfast("launch", "stop", run, check=False)
@@ -239,7 +239,7 @@ def test_the_real_time_limit_requeues_the_run(lab: Lab, shared: Path, inputs: tu
 
 
 @pytest.mark.slow
-def test_lost_nodes_change_nothing(lab: Lab, shared: Path, inputs: tuple[Path, Path], undisturbed: Path) -> None:
+def test_lost_nodes_change_nothing(lab: Lab, shared: Path, inputs: tuple[Path, Path], uninterrupted: Path) -> None:
     if not lab.has_namespaces:
         pytest.skip("virtual nodes share one machine here (not root): none can be lost alone")
     run = shared / "run"
@@ -252,15 +252,15 @@ def test_lost_nodes_change_nothing(lab: Lab, shared: Path, inputs: tuple[Path, P
     watch.until_it_trains()
 
     # slurmd and all that ran on the node, by kill -9: with slurmd alone the run would end before Slurm notices
-    lab.lose(lab.field(job, "BatchHost"))
+    lab.kill_node(lab.field(job, "BatchHost"))
     watch.until("restart", lambda: int(lab.field(job, "Restarts") or 0) >= 2)
     watch.until_done(job)
-    assert_same_run(run, undisturbed)
+    assert_same_run(run, uninterrupted)
     assert recorded(run).count("started") >= 3, recorded(run)
     assert resumed_from(run), log(run)
 
 
-def test_the_run_says_what_it_resolved_before_torch_starts(lab: Lab, shared: Path, inputs: tuple[Path, Path]) -> None:
+def test_the_job_prints_what_it_resolved_before_torch_starts(lab: Lab, shared: Path, inputs: tuple[Path, Path]) -> None:
     config, data = inputs
     train = ["train", config, "--data-path", data, "--save", shared / "run", "--nproc-per-node", "2"]
     shown = lab.holdfast(

@@ -36,7 +36,7 @@ def text(folder):
 
 
 def test_a_run_is_described_in_words(folder):
-    said = text(folder)
+    output = text(folder)
     for expected in (
         "state finished", "GPT, 12 layers × 768, 12 heads", "vocabulary of 4,096; 200 parameters, fp32",
         "split 969,30,1, sequences of 1,024 tokens", "tokenizer GPT2BPETokenizer", "step 200 of 200 (100%), 1,638,400 tokens",
@@ -45,7 +45,7 @@ def test_a_run_is_described_in_words(folder):
         "memory: this host holds nothing of this run", "disk: 1 checkpoint", "step 200 1.0 KB 2 checksums match",
         f"holdfast generate {folder}", f"holdfast convert {folder}", f"holdfast report {folder}",
     ):  # fmt: skip
-        assert expected in said, expected
+        assert expected in output, expected
     _, description = inspect_path(folder)
     assert all(len(line) <= 80 for line in description.lines if str(folder) not in line) and not description.problems
 
@@ -71,9 +71,9 @@ def test_a_flipped_bit_on_disk_is_found_and_the_exit_code_is_1(folder, capsys):
     shard.write_bytes(b"y" + shard.read_bytes()[1:])
     with pytest.raises(SystemExit) as caught:
         cli.run(["inspect", str(folder)])
-    said = capsys.readouterr()
-    assert caught.value.code == 1 and "DAMAGED" in said.out and "checksum" in said.err
-    assert "to continue from step 0, because no usable state is held" in said.out
+    output = capsys.readouterr()
+    assert caught.value.code == 1 and "DAMAGED" in output.out and "checksum" in output.err
+    assert "to continue from step 0, because no usable state is held" in output.out
 
 
 def test_a_run_that_never_reached_step_1_names_the_cause(tmp_path):
@@ -89,10 +89,10 @@ def test_a_run_that_never_reached_step_1_names_the_cause(tmp_path):
     os.utime(folder / "events.jsonl", (1e9, 1e9))
     assert "state interrupted" in text(folder)
     journal.event("failure", kind="exit", rank=0, cause="OutOfMemoryError: too small", exit_code=1)
-    said = text(folder)
-    assert "state failed" in said and "rank 0 failed: OutOfMemoryError: too small; the run did not continue" in said
-    assert "correct the cause of the failure to continue from step 0" in said
-    assert f"holdfast train {folder}/config.toml" in said
+    output = text(folder)
+    assert "state failed" in output and "rank 0 failed: OutOfMemoryError: too small; the run did not continue" in output
+    assert "correct the cause of the failure to continue from step 0" in output
+    assert f"holdfast train {folder}/config.toml" in output
     journal.event("started", world=2)
     journal.event("failure", kind="exit", rank=0, cause="killed by SIGTERM", exit_code=-15)
     assert "what to do next to continue from step 0" in text(folder)  # nothing to correct
@@ -105,8 +105,8 @@ def test_a_run_that_a_live_process_has_claimed_is_running(folder, capsys):
     with claim_run(folder):
         assert f"state running: 0 ranks on this host, claimed by process {os.getpid()}" in text(folder)
         cli.run(["snapshots", str(folder)])
-        said = capsys.readouterr().out
-        assert "the run is training" in said and f"holdfast persist {folder} --stop" in said
+        output = capsys.readouterr().out
+        assert "the run is training" in output and f"holdfast persist {folder} --stop" in output
     assert "state interrupted" in text(folder)
 
 
@@ -179,16 +179,16 @@ def test_a_folder_of_runs_names_them(folder):
 def test_snapshots_of_a_run_that_is_only_on_disk(folder, tmp_path, capsys, monkeypatch):
     memory = ["--snapshot-dir", str(tmp_path)]
     cli.run(["snapshots", str(folder), *memory])
-    said = capsys.readouterr().out
-    assert "memory: this host holds nothing of this run" in said and "step 200    1.0 KB" in said
-    assert "the run is finished" in said and "holdfast generate" in said
+    output = capsys.readouterr().out
+    assert "memory: this host holds nothing of this run" in output and "step 200    1.0 KB" in output
+    assert "the run is finished" in output and "holdfast generate" in output
     journal = Journal(folder / "events.jsonl")
     journal.event("started", world=2)
     cli.run(["snapshots", str(folder), *memory, "--verify"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "checksums match" in said
-        and f"to continue from step 200 on disk:\n    holdfast train {folder}/config.toml" in said
+        "checksums match" in output
+        and f"to continue from step 200 on disk:\n    holdfast train {folder}/config.toml" in output
     )
     (folder / "config.toml").unlink()
     cli.run(["snapshots", str(folder), *memory])

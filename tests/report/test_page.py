@@ -1,4 +1,4 @@
-"""The page says what the run folder says, and needs nothing but itself."""
+"""The page shows the content of the run folder, and loads nothing else."""
 
 import json
 import re

@@ -74,9 +74,9 @@ class SlurmOptions(ClusterOptions):
     qos: str | None = None
     """Quality of service."""
     time: str | None = None
-    """Time limit as Slurm writes it: minutes, H:M:S or D-H:M:S. The next job continues the run."""
+    """Time limit in Slurm's format: minutes, H:M:S or D-H:M:S. The next job continues the run."""
     exclusive: bool = False
-    """Whole nodes only."""
+    """Reserve whole nodes."""
     constraint: str | None = None
     """Features that the nodes must have."""
     reservation: str | None = None
@@ -90,9 +90,9 @@ class SlurmOptions(ClusterOptions):
     prolog: tuple[str, ...] = ()
     """Lines of shell to run first, e.g. 'source /apps/venv/bin/activate'."""
     container_image: str | None = None
-    """Image for Pyxis: a .sqsh file or a registry address. Unset: $IMAGE, else $APPS_PATH/holdfast.sqsh if it is there."""
+    """Image for Pyxis: a .sqsh file or a registry address. Unset: $IMAGE, else $APPS_PATH/holdfast.sqsh if it exists."""
     container_mounts: str | None = None
-    """SOURCE:TARGET,... for Pyxis. Unset: $DATA_PATH and every folder that the job names, under their own names."""
+    """SOURCE:TARGET,... for Pyxis. Unset: $DATA_PATH and the folder of every path of the job, each under its own name."""
     sbatch: tuple[str, ...] = ()
     """Further options for #SBATCH lines, e.g. --sbatch=--mail-type=END."""
     job_name: str | None = None
@@ -102,7 +102,7 @@ class SlurmOptions(ClusterOptions):
     max_requeues: int = 20
     """Requeues after which the job fails."""
     signal_seconds: int = 300
-    """Seconds before the time limit at which the run persists and requeues itself. Slurm may signal up to a minute early."""
+    """Seconds before the time limit at which the run persists and the job requeues itself. Slurm may be a minute early."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class DaskOptions:
     scheduler: str
     """Address of the scheduler, e.g. tcp://head:8786."""
     nodes: int = 4
-    """Partitions, where --partitions does not say."""
+    """Number of partitions if --partitions is not given."""
     command: tuple[str, ...] = field(default=(), metadata=remainder("preprocess ..."))
     """The verb to run, with its own arguments and flags."""
 
@@ -190,7 +190,7 @@ class ImageOptions:
     """
 
     action: Literal["build", "import"] = field(metadata=positional())
-    """build the Docker image, or import it into a squash file."""
+    """Build the Docker image, or import it into a squash file."""
     tag: str = "holdfast:latest"
     """Name of the Docker image."""
     context: Path | None = None
@@ -254,7 +254,7 @@ class StopOptions(LaunchedRunOptions):
     now: bool = False
     """Cancel at once; training has only Slurm's KillWait to persist its state."""
     timeout: float = 600.0
-    """Seconds to wait for the end before the job is cancelled."""
+    """Seconds to wait for the job to end before it is cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,8 +281,8 @@ class DoctorOptions:
     """
 
     config: Path | None = field(default=None, metadata=positional())
-    """Configuration whose folders and snapshots are checked against this machine."""
+    """Configuration whose folders and snapshot memory are checked."""
     folder: tuple[Path, ...] = ()
-    """Further folders that jobs use."""
+    """Further folders that the job uses."""
     json: bool = False
     """Print the checks as JSON."""

@@ -20,7 +20,7 @@ class ReportOptions:
     """
 
     run: Path = field(metadata=positional())
-    """Run folder (what --save named)."""
+    """The run folder (--save of train)."""
     output: Path | None = None
     """File to write. Unset: report.html in the run folder."""
     open: bool = False
