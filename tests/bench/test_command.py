@@ -1,11 +1,10 @@
-"""`holdfast bench`: which measurements there are, and tables that can be read."""
+"""`holdfast bench`: the list of measurements, and wrong usage."""
 
 import subprocess
 import sys
 
 import pytest
 
-from holdfast.bench.harness import table
 from holdfast.cli import sub_verbs
 
 
@@ -23,8 +22,3 @@ def test_help_lists_every_bench():
 def test_wrong_usage_is_exit_code_2(arguments):
     done = bench(*arguments)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
-
-
-def test_a_table_has_a_column_for_every_key():
-    shown = table([{"name": "a", "time": 1.23456}, {"name": "longer", "note": "x"}])
-    assert shown.splitlines() == ["name    time   note", "a       1.235", "longer         x"]

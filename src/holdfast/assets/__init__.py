@@ -1,4 +1,4 @@
-"""Files that a run needs, brought into a cache exactly once however many processes ask."""
+"""Files that a run needs, downloaded into a cache exactly once however many processes ask."""
 
 from holdfast.assets.fetching import Fetched, catalog_files, fetch, resolve
 

@@ -1,4 +1,4 @@
-"""Where cached files live and what they are called.
+"""The layout of the cache: folders and names.
 
     CACHE/HOST-DIGEST/NAME            the file, whole and checked: it gets this name by rename and never changes
     CACHE/HOST-DIGEST/.record.json    what it is: url, name, size, sha256; written before the file appears

@@ -1,4 +1,4 @@
-"""The files that pretraining jobs ask for by name: their URLs, sizes and checksums.
+"""The files that can be fetched by name: their URLs, sizes and checksums.
 
 A checksum is listed only if the owner of the original published it; the others are recorded at the first download.
 """
@@ -144,7 +144,7 @@ def file_specs(text: str) -> dict[str, FileSpec]:
     name, _, part = text.partition("/")
     if name not in CATALOG:
         if os.path.exists(text):
-            raise UsageError(f"{text} is a local file already; to put it into the cache, give its file:// URL")
+            raise UsageError(f"{text} exists on this machine; to put a file into the cache, give its file:// URL")
         near = difflib.get_close_matches(text, CATALOG, n=3, cutoff=0.5)
         hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
         raise UsageError(f"'{text}' is neither a URL nor a known name{hint} (holdfast fetch --list shows the names)")
@@ -164,4 +164,4 @@ def file_spec(text: str, role: str | None = None) -> FileSpec:
         return files[role]
     if len(files) == 1:
         return next(iter(files.values()))
-    raise UsageError(f"{text} is {len(files)} files: ask for {' or '.join(f'{text}/{one}' for one in files)}")
+    raise UsageError(f"{text} stands for {len(files)} files: name one, {' or '.join(f'{text}/{one}' for one in files)}")

@@ -11,7 +11,7 @@ from holdfast.system.errors import HoldfastError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    """Bring files into the cache exactly once, however many processes ask, and print their local paths.
+    """Download files into the cache exactly once, however many processes ask, and print their local paths.
 
     A file appears under its name only when it is complete and its checksum is right. If the process that downloads dies,
     another one continues from its last byte. The cache is --cache-dir, else $HOLDFAST_CACHE, else $MEGATRON_CACHE, else your

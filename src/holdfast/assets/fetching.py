@@ -17,13 +17,11 @@ from holdfast.assets.partial_file import PartialFile
 from holdfast.assets.sources import SourceError
 from holdfast.assets.transfer import Deadline, Transfer
 from holdfast.assets.waiting import DownloadWaiter
-from holdfast.system.atomic_files import explain_os_error
+from holdfast.system.atomic_files import DISK_FULL, explain_os_error
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.leases import Lease, LeaseLost, OwnedLease, claim, newest_lease
 from holdfast.system.processes import boot_id
 from holdfast.system.progress import progress
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ class _FileRequest:
         except OSError as error:
             # A full disk gets its space back; the waiting processes would fail in the same way.
             part.remove()
-            owned.release(str(self.explain(error)) if error.errno in NO_ROOM else None)
+            owned.release(str(self.explain(error)) if error.errno in DISK_FULL else None)
             raise
         except BaseException:
             _give_up(part, owned, None)

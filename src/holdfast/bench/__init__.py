@@ -1,1 +1,1 @@
-"""Measurements, each beside what a user would pick instead, in the same run on the same machine."""
+"""Measurements of each stage beside the tools that a user would otherwise pick, in the same run on the same machine."""

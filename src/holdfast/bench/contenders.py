@@ -1,6 +1,6 @@
 """The contenders of `bench train`: each is a model and an optimizer whose `step` does a whole training step.
 
-All use the same batches and shapes, fp32 weights with bf16 compute where the configuration says so, fused AdamW, and clipping to
+All use the same batches and shapes, fp32 weights with bf16 compute where the configuration has it, fused AdamW, and clipping to
 a global norm of 1. Holdfast's step calls the functions that `holdfast train` runs.
 """
 
@@ -194,7 +194,7 @@ def hugging_face_model(config: Config) -> Any:
     """The model of `transformers` with the configuration's shape, without dropout."""
     model, shape = config.model, Shape.of(config.model)
     positions = model.max_position_embeddings or config.data.seq_length
-    # ids that generation would stop at or start with do not matter here, but must lie within the vocabulary
+    # ids that generation would stop at or start with do not matter here, but must be in the vocabulary
     special = {"bos_token_id": 0, "eos_token_id": 0}
     if model.model_type == "bert":
         from transformers import BertConfig, BertForPreTraining

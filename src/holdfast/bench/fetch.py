@@ -83,7 +83,7 @@ class FetchBench:
     against: tuple[str, ...] = tuple(PEERS)
     """Peers. Those that are not installed are left out."""
     ranks: int = 64
-    """Processes that ask at once."""
+    """Processes that fetch at the same time."""
     rounds: int = 5
     """How often each is measured."""
     big_file: int = BIG_FILE
@@ -142,9 +142,9 @@ def measure_cached(strategies: dict[str, Strategy], rounds: int, calls: int = 20
         url = f"{server.address}/race/files/resolve/main/gpt2-vocab.json"
 
         def turn(name: str) -> float:
-            ask = functools.partial(strategies[name], url, Path(work, name), lambda url: None)
-            ask()
-            return timed(lambda: [ask() for _ in range(calls)]) / calls
+            fetch = functools.partial(strategies[name], url, Path(work, name), lambda url: None)
+            fetch()
+            return timed(lambda: [fetch() for _ in range(calls)]) / calls
 
         turns = {name: functools.partial(turn, name) for name in strategies if name != "naive"}
         seconds = run_rounds(turns, rounds)

@@ -1,4 +1,4 @@
-"""The baseline of `bench train`: GPT-2 as one would write it in an afternoon, in the manner of nanoGPT.
+"""The baseline of `bench train`: a minimal GPT-2 in the manner of nanoGPT.
 
 fp32 weights under autocast, torch's own attention, all logits at once, and torch.compile around the whole model. It knows no
 layouts, no checkpoints, no padding rules; whatever Holdfast does on top of this has to cost nothing.

@@ -1,7 +1,7 @@
 """Atomic publish: every file that another process may read appears by rename, complete and on disk.
 
 The invariant: a final name either does not exist, holds what it held before, or holds the whole new content. The temporary
-name lies in the same folder (rename never crosses a file system), starts with a dot and ends with `.tmp`, and is removed
+name is in the same folder (rename never crosses a file system), starts with a dot and ends with `.tmp`, and is removed
 when the writer fails; a killed writer leaves at most such a name behind, which no reader opens.
 """
 
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.system.errors import HoldfastError
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def temporary_beside(path: Path) -> Path:
@@ -56,7 +58,7 @@ def replace_file(path: Path, content: bytes, opener: Callable[[str, int], int] |
 
 
 def remove_folder(folder: Path, aside: Path) -> None:
-    """Removes a folder: its name goes at once, by rename to `aside`, so that no reader meets half of it."""
+    """Removes a folder: its name goes at once, by rename to `aside`, so that no reader finds half of it."""
     os.rename(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -133,7 +135,7 @@ def publish_folder(path: Path | str) -> Iterator[Path]:
 
 def explain_os_error(error: OSError, path: Path) -> Exception:
     """Turns a failed write that the user can fix into a message; returns other errors unchanged."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         return HoldfastError(f"no room left on the disk of {path.parent}: free some space or choose another folder")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return HoldfastError(f"cannot write {path}: {error.strerror}; choose a folder that you may write to")

@@ -56,9 +56,8 @@ def _build_once(path: Path, description: str, build: Callable[[Path], None]) -> 
             last = newest_lease(leases)
             if last is None or holder.is_gone(last):
                 if owned := _claim(leases, last):
-                    with BackgroundLease(
-                        owned
-                    ):  # if another process takes this one for dead, both build: no harm, but time
+                    # If another process takes this one for dead, both build the same bytes.
+                    with BackgroundLease(owned):
                         _publish(path, description, build)
             else:
                 time.sleep(POLL_SECONDS)
