@@ -3,10 +3,12 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from holdfast.checkpoint.manifest import Manifest, ShardFile, write_manifest
 from holdfast.cli import run
 from holdfast.report.chart import Chart, Curve, compact_number, round_ticks
 from holdfast.report.events import duration
@@ -135,9 +137,17 @@ def test_a_torn_checkpoint_is_named(tmp_path):
     folder = write_run(tmp_path / "run")
     manifest = folder / "checkpoints" / "step-00000100" / "MANIFEST.json"
     manifest.write_bytes(manifest.read_bytes()[:20])
-    (torn, whole) = read_run(folder).checkpoints
-    assert torn.problem and "MANIFEST.json" in torn.problem and not whole.problem and whole.latest
-    assert torn.problem in Page(render(read_run(folder))).text
+    (whole, torn) = read_run(folder).checkpoints
+    assert "MANIFEST.json" in torn["trouble"] and not whole["trouble"]
+    assert read_run(folder).latest == Path(whole["path"]).name
+    assert torn["trouble"] in Page(render(read_run(folder))).text
+
+
+def test_a_checkpoint_without_a_file_is_named(tmp_path):
+    folder = write_run(tmp_path / "run")
+    shard = ShardFile("shard-00001-of-00002.safetensors", 1, 1000, [], [])
+    write_manifest(folder / "checkpoints" / "step-00000200", Manifest(200, 2, "plan", {}, [shard]))
+    assert "missing or of a wrong size" in Page(render(read_run(folder))).text
 
 
 def test_the_command_writes_the_page_beside_the_run_and_prints_where(folder, tmp_path, capsys):

@@ -4,13 +4,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from holdfast.config import Config, config_to_toml
 from holdfast.report.chart import NARROW, Chart, Curve, Marker, compact_number, timeline
 from holdfast.report.description import moment
 from holdfast.report.events import as_int, describe_event, describe_events, duration, repeated_steps
-from holdfast.report.run_record import CheckpointSummary, RunRecord, downsampled, smoothed
+from holdfast.report.run_record import RunRecord, downsampled, smoothed
 from holdfast.snapshot.report import size_text
 
 # Event → lane of the timeline and style. Other events get a lane of their own.
@@ -44,7 +45,7 @@ def render(run: RunRecord) -> str:
 {_tiles(run)}
 {_charts(run)}
 {_events(run)}
-{_checkpoints(run.checkpoints)}
+{_checkpoints(run)}
 {_configuration(run.config)}
 <footer>Drawn by holdfast report on {moment(datetime.now(UTC).timestamp())} UTC from {escape(str(run.path))}</footer>
 </main>
@@ -200,19 +201,18 @@ def _table(rows: list[str], head: str, what: str, most: int = 40) -> str:
     return f'<div class="card" style="margin-top:14px">{table}{fold}</div>'
 
 
-def _checkpoints(checkpoints: list[CheckpointSummary]) -> str:
-    if not checkpoints:
+def _checkpoints(run: RunRecord) -> str:
+    if not run.checkpoints:
         return ""
     rows = []
-    for found in checkpoints:
-        notes = ["latest"] if found.latest else []
-        notes += ["written from memory"] if found.source == "memory" else []
-        note = escape(", ".join(notes))
-        if found.problem:
-            note = f'<span class="bad-text">{escape(found.problem)}</span>'
+    for found in reversed(run.checkpoints):
+        name = Path(found["path"]).name
+        notes = ["latest"] * (name == run.latest) + ["written from memory"] * (found["source"] == "memory")
+        note = f'<span class="bad-text">{escape(found["trouble"])}</span>' if found["trouble"] else ", ".join(notes)
+        size = size_text(found["bytes"]) if found["bytes"] else "–"
         rows.append(
-            f'<tr><td class="number">{found.step:,}</td><td class="folder">{escape(found.path.name)}</td><td class="number">'
-            f'{size_text(found.bytes)}</td><td class="number">{found.world or "–"}</td><td>{note}</td></tr>'
+            f'<tr><td class="number">{found["step"]:,}</td><td class="folder">{escape(name)}</td><td class="number">'
+            f'{size}</td><td class="number">{found["world"] or "–"}</td><td>{note}</td></tr>'
         )
     columns = {"step": "number", "folder": "folder", "size": "number", "ranks": "number", "": ""}
     head = "".join(f'<th class="{style}">{name}</th>' for name, style in columns.items())

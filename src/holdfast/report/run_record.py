@@ -10,28 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.folder import LATEST, checkpoints_in
-from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
+from holdfast.checkpoint.folder import LATEST
 from holdfast.config import Config, read_config
-from holdfast.snapshot.report import is_run_folder
+from holdfast.snapshot.report import disk_facts, is_run_folder
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
 from holdfast.system.progress import count_of
 
 Series = list[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class CheckpointSummary:
-    """One step folder. `problem`: why it cannot be used."""
-
-    step: int
-    path: Path
-    bytes: int
-    world: int | None
-    source: str
-    latest: bool
-    problem: str | None
 
 
 @dataclass(frozen=True)
@@ -46,7 +32,10 @@ class RunRecord:
     """Logged iterations that were computed again."""
     events: list[dict[str, Any]]
     """In order of time."""
-    checkpoints: list[CheckpointSummary]
+    checkpoints: list[dict[str, Any]]
+    """As `disk_facts` gives them, newest first."""
+    latest: str
+    """Name of the step folder that `checkpoints/latest` names."""
     problems: list[str]
     """What is wrong with the files of the folder, except the checkpoints."""
     notes: list[str]
@@ -109,7 +98,9 @@ def read_run(path: Path | str) -> RunRecord:
         if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
     ]
     events.sort(key=lambda event: float(event["time"]))
-    return RunRecord(folder, config, metrics, repeated, events, _checkpoints(folder, problems), problems, notes)
+    checkpoints = disk_facts(folder)
+    latest = _latest(folder, checkpoints, problems)
+    return RunRecord(folder, config, metrics, repeated, events, checkpoints, latest, problems, notes)
 
 
 def _config(path: Path, problems: list[str]) -> Config | None:
@@ -162,24 +153,13 @@ def _last_per_iteration(records: Iterable[dict[str, Any]]) -> tuple[list[dict[st
     return kept, repeated
 
 
-def _checkpoints(folder: Path, problems: list[str]) -> list[CheckpointSummary]:
-    latest = folder / "checkpoints" / LATEST
-    newest = latest.read_text(errors="replace").strip() if _readable(latest, problems) else ""
-    found = []
-    for step, path in checkpoints_in(folder):
-        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-        world, source, problem = None, "", None
-        try:
-            if not (path / FILE_NAME).is_file():
-                raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}")
-            manifest = read_manifest(path)
-            world, source = manifest.world, manifest.source
-        except (HoldfastError, OSError) as error:
-            problem = str(error)
-        found.append(CheckpointSummary(step, path, size, world, source, path.name == Path(newest).name, problem))
-    if newest and not any(checkpoint.latest for checkpoint in found):
-        problems.append(f"{latest} names {newest[:100]!r}, which does not exist")
-    return found
+def _latest(folder: Path, checkpoints: list[dict[str, Any]], problems: list[str]) -> str:
+    """The name of the step folder that `checkpoints/latest` names."""
+    path = folder / "checkpoints" / LATEST
+    name = path.read_text(errors="replace").strip() if _readable(path, problems) else ""
+    if name and not any(Path(checkpoint["path"]).name == Path(name).name for checkpoint in checkpoints):
+        problems.append(f"{path} names {name[:100]!r}, which does not exist")
+    return Path(name).name
 
 
 def downsampled(series: Series, most: int = 600) -> Series:

@@ -123,18 +123,19 @@ def disk_facts(folder: Path, verify_bytes: float = 0) -> list[dict[str, Any]]:
     of up to `verify_bytes` bytes. `verified` is None if the checksums were not compared."""
     found = []
     for step, path in reversed(checkpoints_in(folder)):
-        entry: dict[str, Any] = {"step": step, "path": str(path), "bytes": 0, "world": 0}
+        entry: dict[str, Any] = {"step": step, "path": str(path), "bytes": 0, "world": 0, "source": None}
         entry |= {"trouble": None, "verified": None}
         try:
             if not (path / FILE_NAME).is_file():
                 raise HoldfastError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}")
             manifest = read_manifest(path)
-            entry |= {"bytes": sum(file.bytes for file in manifest.files), "world": manifest.world}
+            size = sum(file.bytes for file in manifest.files)
+            entry |= {"bytes": size, "world": manifest.world, "source": manifest.source}
             wrong = [f.name for f in manifest.files if not _has_size(path / f.name, f.bytes)]
             if wrong:
                 raise HoldfastError(f"missing or of a wrong size: {', '.join(wrong)}")
-            if entry["bytes"] <= verify_bytes:
-                verify_bytes -= entry["bytes"]
+            if size <= verify_bytes:
+                verify_bytes -= size
                 Checkpoint(path, manifest).verify()
                 entry["verified"] = True
         except (HoldfastError, OSError) as error:
