@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from holdfast.checkpoint.manifest import Manifest, ShardFile, write_manifest
+from holdfast.checkpoint.manifest import Manifest, ShardFile, chunk_checksum, write_manifest
 from holdfast.cli import run
 from holdfast.report.chart import Chart, Curve, compact_number, round_ticks
 from holdfast.report.events import duration
@@ -145,7 +145,7 @@ def test_a_torn_checkpoint_is_named(tmp_path):
 
 def test_a_checkpoint_without_a_file_is_named(tmp_path):
     folder = write_run(tmp_path / "run")
-    shard = ShardFile("shard-00001-of-00002.safetensors", 1, 1000, [], [])
+    shard = ShardFile("shard-00001-of-00002.safetensors", 1, 1000, [chunk_checksum(b"x" * 1000)], [])
     write_manifest(folder / "checkpoints" / "step-00000200", Manifest(200, 2, "plan", {}, [shard]))
     assert "missing or of a wrong size" in Page(render(read_run(folder))).text
 
