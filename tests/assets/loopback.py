@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that can misbehave on request, and remembers what it was asked and what it sent."""
+"""A real HTTP server on loopback that can fail on request, and records its requests and the bytes that it sent."""
 
 import hashlib
 import http.server
@@ -21,7 +21,7 @@ class Request:
 
     @property
     def start(self) -> int:
-        """The first byte asked for."""
+        """The first requested byte."""
         match = re.match(r"bytes=(\d+)-", self.headers.get("range", ""))
         return int(match[1]) if match else 0
 

@@ -13,9 +13,9 @@ from holdfast.assets.fetching import fetch
 from holdfast.system.errors import HoldfastError
 
 
-def rank(number: int, url: str, timeout: float | None, gun: int) -> None:
+def rank(number: int, url: str, timeout: float | None, start: int) -> None:
     os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(number)
-    os.read(gun, 1)
+    os.read(start, 1)
     try:
         path = fetch(url, timeout=timeout)
         answer = {"rank": number, "pid": os.getpid(), "path": str(path), "size": len(Path(path).read_bytes())}
@@ -26,11 +26,11 @@ def rank(number: int, url: str, timeout: float | None, gun: int) -> None:
 
 def main() -> None:
     url, count, mode, *rest = sys.argv[1:]
-    gun, trigger = os.pipe()
+    start, trigger = os.pipe()
     for number in range(int(count)):
         if os.fork() == 0:
             os.close(trigger)
-            rank(number, url, float(rest[0]) if rest else None, gun)
+            rank(number, url, float(rest[0]) if rest else None, start)
             os._exit(0)
     os.close(trigger)
     if mode == "zombie":

@@ -36,7 +36,7 @@ def in_namespace(mount: str, *commands: list[str]) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("length", [True, False], ids=["announced length", "unannounced length"])
-def test_a_full_disk_is_said_clearly_and_gets_its_room_back(server, tmp_path, length):
+def test_a_full_disk_is_a_clear_error_and_gets_its_space_back(server, tmp_path, length):
     url = server.put("/vocab.json", CONTENT, length=length)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -49,7 +49,7 @@ def test_a_full_disk_is_said_clearly_and_gets_its_room_back(server, tmp_path, le
     assert len(server.requests) == 1, "a full disk is no reason to try again"
 
 
-def test_a_read_only_cache_gives_what_it_has_and_says_what_it_cannot_get(server, cache):
+def test_a_read_only_cache_returns_its_files_and_names_a_missing_one(server, cache):
     present = server.put("/present.json", CONTENT)
     path = fetch(present)
     absent = server.put("/absent.json", CONTENT)
@@ -62,7 +62,7 @@ def test_a_read_only_cache_gives_what_it_has_and_says_what_it_cannot_get(server,
     assert len(server.requests) == 1, "nothing is downloaded that cannot be kept"
 
 
-def test_an_unwritable_folder_is_said_clearly(server, tmp_path):
+def test_an_unwritable_folder_is_a_clear_error(server, tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir()
     folder.chmod(0o555)
@@ -78,7 +78,7 @@ def test_an_unwritable_folder_is_said_clearly(server, tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "deeper/still"])
-def test_a_cache_path_that_is_a_file_is_said_clearly(server, tmp_path, below):
+def test_a_cache_path_that_is_a_file_is_a_clear_error(server, tmp_path, below):
     file = tmp_path / "file"
     file.write_text("not a folder")
     with pytest.raises(HoldfastError, match="is not a folder"):

@@ -27,7 +27,7 @@ def test_fetch_prints_the_path_of_every_file_and_nothing_else(server):
     assert [line.rpartition("/")[2] for line in done.stdout.splitlines()] == ["a.json", "b.json"]
 
 
-def test_fetch_json_tells_what_it_did(server):
+def test_fetch_json_describes_the_result(server):
     url = server.put("/a.json", CONTENT)
     for downloaded in (True, False):
         (one,) = json.loads(holdfast("fetch", url, "--json", "--sha256", sha256(CONTENT)).stdout)

@@ -68,7 +68,7 @@ def test_a_cached_file_with_another_checksum_than_asked_for_is_not_given_out(ser
         fetch(url, sha256="0" * 64)
 
 
-def test_the_first_download_records_a_checksum_that_later_ones_must_meet(server):
+def test_the_first_download_records_a_checksum_that_later_ones_must_match(server):
     url = server.put("/file", CONTENT)
     path = fetch(url)
     path.unlink()
@@ -90,7 +90,7 @@ def test_a_cached_file_that_lost_bytes_is_fetched_again(server):
     assert fetch(url).read_bytes() == CONTENT
 
 
-def test_offline_gives_what_is_cached_and_otherwise_says_where_it_looked(server, cache, monkeypatch):
+def test_offline_returns_what_is_cached_and_otherwise_names_the_folder(server, cache, monkeypatch):
     url = server.put("/file", CONTENT)
     path = fetch(url)
     monkeypatch.setenv("HOLDFAST_OFFLINE", "1")

@@ -27,7 +27,7 @@ def test_a_file_url_is_copied_into_the_cache(tmp_path, cache):
     assert fetch(source.as_uri()) == path
 
 
-def test_a_missing_file_url_is_said_clearly(tmp_path):
+def test_a_missing_file_url_is_a_clear_error(tmp_path):
     with pytest.raises(HoldfastError, match="No such file"):
         fetch((tmp_path / "missing").as_uri())
     with pytest.raises(HoldfastError, match="it is not a file"):
@@ -76,7 +76,7 @@ def test_a_hub_transfer_that_breaks_is_continued(server, cache):
     assert [one.start for one in server.gets(HUB)] == [0, 200_000]
 
 
-def test_a_file_that_the_hub_does_not_have_is_said_in_one_line(server):
+def test_a_file_that_the_hub_does_not_have_is_an_error_of_one_line(server):
     missing = {"X_Error_Code": "EntryNotFound", "X_Repo_Commit": "0" * 40}
     server.put(HUB, CONTENT, script=[fails(404, **missing)])
     done = fetch_from_hub(server, "hf://org/repo/sub/vocab.json")
@@ -112,7 +112,7 @@ def test_s3_goes_through_fsspec(bucket):
         fetch("s3://data/corpus/part-1.jsonl")
 
 
-def test_s3_without_s3fs_says_what_to_install(tmp_path):
+def test_s3_without_s3fs_names_the_package_to_install(tmp_path):
     code = """
 import sys
 sys.modules["s3fs"] = None

@@ -1,4 +1,4 @@
-"""Holders that die, sleep or fall silent: the others finish, nobody sees half a file, and good bytes are not fetched again."""
+"""Holders that die, stop or fall silent: the others finish, no process sees half a file, and good bytes are not fetched again."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.assets.loopback import Server, sha256, some_bytes
 from tests.assets.test_fetching import files_in, leftovers_in
 
 CONTENT = some_bytes(3_000_000)
-PATIENCE = 240.0
+TIME_LIMIT = 240.0
 
 
 class Ranks:
@@ -46,7 +46,7 @@ class Ranks:
         assert self.process.stdout and self.process.stdin
         answers = [json.loads(self.process.stdout.readline() or "null") for _ in range(count)]
         self.process.stdin.close()
-        self.process.wait(PATIENCE)
+        self.process.wait(TIME_LIMIT)
         self.process.stdout.close()
         return answers
 
@@ -90,7 +90,7 @@ class Watcher:
 
 
 def wait_for(what, message: str):
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIME_LIMIT
     while time.monotonic() < end:
         if found := what():
             return found
@@ -142,12 +142,12 @@ def test_holders_killed_at_random_instants_are_succeeded_at_once(
     assert leftovers_in(cache) == []
     starts = [one.start for one in server.gets("/vocab.json")]
     assert starts == sorted(starts) and len(starts) <= 5
-    # A holder that was killed before it asked the server left no request; the last of the starts tells of all the kills.
+    # A holder that was killed before its request left none; the last start shows the effect of all the kills.
     assert starts[-1] >= size > 0
     assert sum(one.sent for one in server.gets("/vocab.json")) <= len(CONTENT) + 4 * (1 << 19)
 
 
-def test_a_stopped_holder_is_succeeded_after_the_lease_and_may_wake_up_later(server: Server, cache: Path, start_ranks):
+def test_a_stopped_holder_is_succeeded_after_the_lease_and_may_continue_later(server: Server, cache: Path, start_ranks):
     url = server.put("/vocab.json", CONTENT, block=16_384, block_delay=0.005)
     folder = entry_of(cache, url).folder
     watcher = Watcher(cache, len(CONTENT))
@@ -158,7 +158,7 @@ def test_a_stopped_holder_is_succeeded_after_the_lease_and_may_wake_up_later(ser
     os.kill(sleeper.holder.pid, signal.SIGSTOP)
     try:
         wait_for(lambda: holder_other_than(folder, {sleeper.token}) or files_in(cache), "a successor")
-        # Two of the three finish while the first one sleeps; one more wakes up in the middle of a finished story.
+        # Two of the three finish while the first one is stopped; it continues when the file is there.
         wait_for(lambda: files_in(cache), "the file")
     finally:
         os.kill(sleeper.holder.pid, signal.SIGCONT)
@@ -170,7 +170,7 @@ def test_a_stopped_holder_is_succeeded_after_the_lease_and_may_wake_up_later(ser
     assert sha256(Path(answers[0]["path"]).read_bytes()) == sha256(CONTENT)
 
 
-def test_a_stopped_holder_that_wakes_up_while_its_successor_downloads_steps_back(
+def test_a_stopped_holder_that_continues_while_its_successor_downloads_gives_up(
     server: Server, cache: Path, start_ranks
 ):
     url = server.put("/vocab.json", CONTENT, block=16_384, block_delay=0.01)
@@ -223,7 +223,7 @@ def test_a_pid_that_another_process_has_by_now_proves_death(server: Server, cach
     here = this_process()
     reused = ProcessIdentity(here.host, here.boot, here.pid_namespace, here.pid, here.start + 1)
     leave_behind(entry_of(cache, url).folder, url, 1_000_000, reused)
-    assert fetch(url, timeout=PATIENCE).read_bytes() == CONTENT
+    assert fetch(url, timeout=TIME_LIMIT).read_bytes() == CONTENT
     assert server.requests[0].start == 1_000_000
 
 
@@ -235,7 +235,7 @@ def test_a_silent_holder_of_another_machine_is_succeeded_after_the_lease_and_onl
     elsewhere = ProcessIdentity("node17", "another-boot", "pid:[1]", 1, 1)
     leave_behind(entry_of(cache, url).folder, url, 2_000_000, elsewhere, durable=1_500_000)
     began = time.monotonic()
-    assert fetch(url, timeout=PATIENCE).read_bytes() == CONTENT
+    assert fetch(url, timeout=TIME_LIMIT).read_bytes() == CONTENT
     assert time.monotonic() - began >= 0.5
     assert server.requests[0].start == 1_500_000
 
@@ -248,7 +248,7 @@ def test_what_a_silent_holder_of_this_machine_wrote_is_copied_and_its_own_part_l
     folder = entry_of(cache, url).folder
     leave_behind(folder, url, 2_000_000, this_process())
     with (folder / ".dead.part").open("r+b") as asleep:
-        assert fetch(url, timeout=PATIENCE).read_bytes() == CONTENT
+        assert fetch(url, timeout=TIME_LIMIT).read_bytes() == CONTENT
         asleep.write(b"what the sleeper writes when it wakes up")
     assert server.requests[0].start == 2_000_000
     assert fetch(url).read_bytes() == CONTENT
@@ -271,10 +271,10 @@ def test_a_waiter_that_gives_up_names_the_holder(server: Server, cache: Path):
     with pytest.raises(HoldfastError, match=rf"not here after 0.3 s: process {os.getpid()} on .* is downloading it"):
         fetch(url, timeout=0.3)
     held.release()
-    assert fetch(url, timeout=PATIENCE).read_bytes() == CONTENT
+    assert fetch(url, timeout=TIME_LIMIT).read_bytes() == CONTENT
 
 
-def test_those_who_waited_share_the_failure_and_do_not_repeat_it(server: Server, cache: Path, start_ranks):
+def test_waiting_processes_report_the_failure_and_do_not_repeat_it(server: Server, cache: Path, start_ranks):
     url = server.put("/vocab.json", b"")
     server.pages["/vocab.json"].script = [lambda handler, page: (time.sleep(2), handler.answer(404))[1]] * 20
     answers = start_ranks(url, 8).finish(8)
@@ -282,7 +282,7 @@ def test_those_who_waited_share_the_failure_and_do_not_repeat_it(server: Server,
     assert len(server.gets("/vocab.json")) <= 4
 
 
-def test_only_local_rank_0_says_for_whom_it_waits(server: Server, cache: Path, capfd, monkeypatch):
+def test_only_local_rank_0_logs_which_process_downloads(server: Server, cache: Path, capfd, monkeypatch):
     from holdfast.assets import waiting
 
     monkeypatch.setattr(waiting, "LOG_SECONDS", 0.1)

@@ -1,4 +1,4 @@
-"""Servers that fail, one way after another: the file comes whole or not at all, and no byte is asked for twice without need."""
+"""Servers that fail in many ways: the file arrives whole or not at all, and no byte is requested twice without need."""
 
 import gzip
 import time
@@ -68,7 +68,7 @@ def test_a_transfer_that_breaks_goes_on_where_it_stopped(server, breaks):
 
 
 def test_progress_makes_patience_new(server):
-    """Twenty breaks are more than the retries, but each brings the file further."""
+    """Twenty breaks are more than the retries, but after each the file is larger."""
     url = server.put("/file", CONTENT, script=[stops_after(50_000)] * 19)
     assert fetch(url).read_bytes() == CONTENT
     assert sum(one.sent for one in server.requests) == len(CONTENT)
@@ -107,7 +107,7 @@ def test_without_etag_pieces_are_joined_only_under_a_known_checksum(server):
 
 
 def test_pieces_that_do_not_fit_are_thrown_away_for_one_more_try(server):
-    """The server's file changed and it has no ETag to tell: the checksum does."""
+    """The server's file changed and has no ETag: the checksum shows it."""
 
     def change(handler, page):
         page.content = CONTENT
@@ -161,7 +161,7 @@ def test_a_server_that_falls_silent_does_not_outlast_the_time_limit(server):
 
 
 def test_content_encoding_is_not_mistaken_for_content(server):
-    """A server that compresses although asked not to, and one that only labels a compressed file."""
+    """A server that compresses although the request excludes it, and one that only labels a compressed file."""
     packed = gzip.compress(CONTENT)
     url = server.put("/vocab.json", packed, headers={"Content-Encoding": "gzip"})
     assert fetch(url, sha256=sha256(CONTENT)).read_bytes() == CONTENT
@@ -213,7 +213,7 @@ def test_a_url_that_climbs_does_not_leave_the_cache(server, cache, path, asked):
     assert found.resolve().parent.parent == cache.resolve()
 
 
-def test_a_file_of_another_length_than_the_catalog_says_is_refused_before_it_is_downloaded(server, cache, monkeypatch):
+def test_a_file_of_another_length_than_in_the_catalog_is_refused_before_it_is_downloaded(server, cache, monkeypatch):
     url = server.put("/file", CONTENT, block_delay=0.2)
     monkeypatch.setitem(CATALOG, "known", CatalogEntry("a test", {"vocab": FileSpec(url, size=len(CONTENT) + 1)}))
     with pytest.raises(HoldfastError, match="the file has 1000000 bytes, not 1000001"):

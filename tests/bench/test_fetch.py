@@ -1,4 +1,4 @@
-"""`holdfast bench fetch`: the counts are right and every question gets its row; the times are for people."""
+"""`holdfast bench fetch`: the counts are right and every measurement has its row; times are not checked."""
 
 import json
 import subprocess

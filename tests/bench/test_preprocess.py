@@ -1,4 +1,4 @@
-"""`bench preprocess` measures what it says, on a corpus small enough for a test."""
+"""`bench preprocess` measures every part, on a corpus small enough for a test."""
 
 import orjson
 import pytest

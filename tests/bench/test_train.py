@@ -1,4 +1,4 @@
-"""`bench train` and `bench generate` measure what they say, on models small enough for a test."""
+"""`bench train` and `bench generate` measure every contender, on models small enough for a test."""
 
 from dataclasses import replace
 

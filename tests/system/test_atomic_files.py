@@ -37,7 +37,7 @@ def test_a_folder_appears_whole_or_not_at_all_and_replaces_nothing(tmp_path):
     assert (tmp_path / "out" / "a").read_text() == "a"
 
 
-def test_a_full_disk_is_said_in_words(tmp_path):
+def test_a_full_disk_is_a_clear_error(tmp_path):
     with small_disk(tmp_path / "small", "64k") as disk:
         with pytest.raises(HoldfastError, match="no room left"):
             publish_bytes(disk / "file", b"x" * 1_000_000)
@@ -79,7 +79,7 @@ def test_a_torn_line_is_closed_off_and_passed_over(tmp_path):
     assert list(read_journal(tmp_path / "missing")) == []
 
 
-def test_a_patient_journal_outlives_a_full_disk_and_loses_no_record(tmp_path):
+def test_a_buffered_journal_survives_a_full_disk_and_loses_no_record(tmp_path):
     with small_disk(tmp_path / "small", "64k") as disk:
         (disk / "filler").write_bytes(bytes(40_000))
         journal = BufferedJournal(disk / "events.jsonl")

@@ -42,7 +42,7 @@ def test_one_of_many_processes_wins_a_number(tmp_path, by, monkeypatch):
         assert round
 
 
-def test_a_lease_tells_who_holds_it(tmp_path, monkeypatch):
+def test_a_lease_names_its_holder(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "26")
     owned = claim(tmp_path, None, None, "a" * 64)
     seen = newest_lease(tmp_path)
