@@ -11,30 +11,34 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from holdfast.system.errors import HoldfastError
 
 PAGE = 4096
 LARGEST_HEADER = 100_000_000
 
-# dtypes that a training state may have, by their safetensors names, with their bytes per element
-ITEM_SIZES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U16": 2,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "C64": 8,
+# The dtypes that a training state may have, by their safetensors names. numpy has no bfloat16 and float8: they are read as
+# unsigned integers of their bits.
+NUMPY_TYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "F32": np.float32,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "F64": np.float64,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "C64": np.complex64,
 }
+ITEM_SIZES = {name: np.dtype(dtype).itemsize for name, dtype in NUMPY_TYPES.items()}
 
 
 @dataclass(frozen=True)

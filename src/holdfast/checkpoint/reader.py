@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.folder import STEP_FOLDER, newest
-from holdfast.checkpoint.layout import ITEM_SIZES, TensorSlice
+from holdfast.checkpoint.layout import ITEM_SIZES, NUMPY_TYPES, TensorSlice
 from holdfast.checkpoint.manifest import (
     CHUNK,
     FILE_NAME,
@@ -27,26 +27,6 @@ from holdfast.checkpoint.manifest import (
 from holdfast.checkpoint.plan import overlap
 from holdfast.system.bounded_files import open_regular
 from holdfast.system.errors import HoldfastError
-
-# numpy's dtypes for safetensors' names; numpy has no bfloat16 and float8, which are read as unsigned integers of their bits
-NUMPY_TYPES = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "F8_E4M3": np.uint8,
-    "F8_E5M2": np.uint8,
-    "F16": np.float16,
-    "BF16": np.uint16,
-    "I16": np.int16,
-    "U16": np.uint16,
-    "F32": np.float32,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "F64": np.float64,
-    "I64": np.int64,
-    "U64": np.uint64,
-    "C64": np.complex64,
-}
 
 Bytes = NDArray[np.uint8]
 

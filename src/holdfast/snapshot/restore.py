@@ -16,7 +16,7 @@ from holdfast.checkpoint.loading import load
 from holdfast.checkpoint.state import State
 from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.memory.arena import Arena
-from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas
+from holdfast.snapshot.memory.run_memory import open_arenas
 from holdfast.snapshot.memory.small_state import Extra, set_random_state
 from holdfast.snapshot.nan_guard import NEAR, NanGuard
 from holdfast.snapshot.ranks.rank_group import RankGroup
@@ -32,7 +32,6 @@ class RestoreContext:
     state: State
     extra: Extra
     folder: Path
-    run_memory: RunMemory
     rank_group: RankGroup
     nan_guard: NanGuard
     reached: int
@@ -63,8 +62,8 @@ def restore(context: RestoreContext) -> Resumed:
     suspect: int | None = rank_group.gather(context.nan_guard.suspected() if rank_group.rank == 0 else None)[0]
     if rank_group.first_on_node:
         # Other nodes may pull from it. A keeper that was killed a moment ago may still have looked alive.
-        start_keeper(context.run_memory)
-    held = list_candidates(context.run_memory, rank_group, context.committed, context.event)
+        start_keeper(rank_group.run_memory)
+    held = list_candidates(rank_group, context.committed, context.event)
     on_disk = _list_checkpoints(context)
     for step, source in _by_preference(held.candidates, on_disk, suspect):
         try:
@@ -86,7 +85,7 @@ def restore(context: RestoreContext) -> Resumed:
     if held.candidates or held.unusable:
         raise HoldfastError(
             f"memory holds state of this run that cannot be used ({'; '.join(held.unusable) or 'see the lines above'}), and "
-            f"no checkpoint is on disk. To give it up and start over at step 0, remove {context.run_memory.path}"
+            f"no checkpoint is on disk. To give it up and start over at step 0, remove {rank_group.run_memory.path}"
         )
     if rank_group.rank == 0:
         context.nan_guard.resumed_from(None)
@@ -116,7 +115,7 @@ def _by_preference(
 
 def _load(context: RestoreContext, source: Candidate | str) -> LoadedState:
     if isinstance(source, Candidate):
-        loaded = load_candidate(source, context.state, context.run_memory, context.rank_group)
+        loaded = load_candidate(source, context.state, context.rank_group)
     else:
         loaded = _load_checkpoint(source, context.state)
     context.extra.set(loaded.extra)
@@ -151,7 +150,7 @@ def _handle_suspect(context: RestoreContext, suspect: int, step: int) -> None:
 
 def _empty_other_slots(context: RestoreContext, keep: int | None) -> None:
     """Empties the memory of steps that the run does not continue from: it must not pass for newer than what follows."""
-    run_memory = context.run_memory
+    run_memory = context.rank_group.run_memory
     context.rank_group.gather(None)
     if context.rank_group.first_on_node:
         for arena in open_arenas(run_memory.arenas() + run_memory.peer_arenas(), run_memory.key):

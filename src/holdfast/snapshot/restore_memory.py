@@ -8,8 +8,7 @@ import os
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,10 +100,9 @@ class LoadedState:
     """this rank's memory, still mapped"""
 
 
-def list_candidates(
-    run_memory: RunMemory, rank_group: RankGroup, committed: int, event: Callable[..., None]
-) -> HeldState:
+def list_candidates(rank_group: RankGroup, committed: int, event: Callable[..., None]) -> HeldState:
     """What all nodes hold; collective. `committed`: the newest step that all ranks are known to have held."""
+    run_memory = rank_group.run_memory
     own: list[dict[str, Any]] = []
     damaged: list[str] = []
     if rank_group.first_on_node:
@@ -149,18 +147,18 @@ def _list_slots(arena: Arena, node: str, peer: bool, on_damage: Callable[[str], 
     return found
 
 
-def load_candidate(candidate: Candidate, state: State, run_memory: RunMemory, rank_group: RankGroup) -> LoadedState:
+def load_candidate(candidate: Candidate, state: State, rank_group: RankGroup) -> LoadedState:
     """Verifies a candidate and loads its tensors and optimizer settings into the state; collective."""
-    opened = OpenedSlots(run_memory, state)
+    opened = OpenedSlots(rank_group.run_memory, state)
     name = f"the snapshot of step {candidate.step} in memory"
     try:
-        damaged = _verify(candidate, opened, run_memory, rank_group)
+        damaged = _verify(candidate, opened, rank_group)
         sound = candidate.without(damaged)
         ranks = sound.complete_ranks()
         if ranks is None:
             raise RejectedState(name, "; ".join(sorted(damaged.values())))
         source = Tensors(f"the snapshot of step {candidate.step}", {})
-        small = _open_all(sound, ranks, source, opened, run_memory, rank_group)
+        small = _open_all(sound, ranks, source, opened, rank_group)
         with state.undone_on_error():
             with agreed(rank_group.group):
                 load_into(source, state, small[ranks[0]]["padded_rows"])
@@ -177,48 +175,33 @@ def load_candidate(candidate: Candidate, state: State, run_memory: RunMemory, ra
 
 
 def _open_all(
-    candidate: Candidate,
-    ranks: Sequence[int],
-    source: Tensors,
-    opened: "OpenedSlots",
-    run_memory: RunMemory,
-    rank_group: RankGroup,
+    candidate: Candidate, ranks: Sequence[int], source: Tensors, opened: "OpenedSlots", rank_group: RankGroup
 ) -> dict[int, dict[str, Any]]:
     """Adds the slots of these ranks to the source, pulled from other nodes where this one has none; each rank's small state."""
-    locations, rank, nodes = candidate.locations, rank_group.rank, set(rank_group.nodes)
-    pulls = any(not nodes <= {at.node for at in locations[needed]} for needed in ranks)
+    locations, rank, run_memory = candidate.locations, rank_group.rank, rank_group.run_memory
+    pulls = any(not set(rank_group.nodes) <= {at.node for at in locations[needed]} for needed in ranks)
     small: dict[int, dict[str, Any]] = {}
     trouble: Exception | None = None
-    with _serving(run_memory, pulls and rank_group.first_on_node):
-        try:
-            opened.register_ahead(locations.get(rank, ()))
-            small = {needed: opened.add(source, locations[needed]) for needed in ranks}
-            if rank not in small and any(at.node == run_memory.node for at in locations.get(rank, ())):
-                small[rank] = opened.add(None, locations[rank])
-        except (HoldfastError, OSError, struct.error) as error:
-            trouble = error
-        troubles = [message for message in rank_group.gather(str(trouble) if trouble else None) if message]
+    if pulls and rank_group.first_on_node:
+        (run_memory.path / SERVE).touch(mode=0o600)
+    try:
+        opened.register_ahead(locations.get(rank, ()))
+        small = {needed: opened.add(source, locations[needed]) for needed in ranks}
+        if rank not in small and any(at.node == run_memory.node for at in locations.get(rank, ())):
+            small[rank] = opened.add(None, locations[rank])
+    except (HoldfastError, OSError, struct.error) as error:
+        trouble = error
+    troubles = [message for message in rank_group.gather(str(trouble) if trouble else None) if message]
+    if pulls and rank_group.first_on_node:
+        (run_memory.path / SERVE).unlink(missing_ok=True)
     if troubles:  # a peer that does not answer, for example: an older state is better than none
         raise RejectedState(f"the snapshot of step {candidate.step} in memory", troubles[0])
     return small
 
 
-@contextmanager
-def _serving(run_memory: RunMemory, serve: bool) -> Iterator[None]:
-    """Lets other nodes pull from the memory of this one."""
-    if serve:
-        (run_memory.path / SERVE).touch(mode=0o600)
-    try:
-        yield
-    finally:
-        if serve:
-            (run_memory.path / SERVE).unlink(missing_ok=True)
-
-
-def _verify(
-    candidate: Candidate, opened: "OpenedSlots", run_memory: RunMemory, rank_group: RankGroup
-) -> dict[tuple[str, str, int], str]:
+def _verify(candidate: Candidate, opened: "OpenedSlots", rank_group: RankGroup) -> dict[tuple[str, str, int], str]:
     """The ranks of a node verify its memory together; every rank gets all damaged locations, of all nodes, with the reason."""
+    run_memory = rank_group.run_memory
     share, of = rank_group.node_ranks.index(rank_group.rank), len(rank_group.node_ranks)
     damaged = []
     for location in (location for locations in candidate.locations.values() for location in locations):

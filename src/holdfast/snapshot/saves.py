@@ -10,7 +10,7 @@ from collections.abc import Callable
 from holdfast.checkpoint.collective import agreed
 from holdfast.snapshot.keeper.client import KeeperClient
 from holdfast.snapshot.memory.ready_slot import find_ready
-from holdfast.snapshot.memory.run_memory import RunMemory, write_json
+from holdfast.snapshot.memory.run_memory import write_json
 from holdfast.snapshot.memory.slot import DamagedError
 from holdfast.snapshot.memory.slot_allocator import SlotAllocator
 from holdfast.snapshot.ranks.rank_group import RankGroup
@@ -22,15 +22,14 @@ class Saves:
 
     def __init__(
         self,
-        run_memory: RunMemory,
         rank_group: RankGroup,
         allocator: SlotAllocator,
         retention: tuple[int | None, int | None],
         on_failure: Callable[[int, str], None],
     ) -> None:
-        self._run_memory, self._rank_group, self._allocator = run_memory, rank_group, allocator
+        self._rank_group, self._run_memory, self._allocator = rank_group, rank_group.run_memory, allocator
         self._retention, self._on_failure = retention, on_failure
-        self.keeper = KeeperClient(run_memory)
+        self.keeper = KeeperClient(rank_group.run_memory)
         self.pending = False
         """A save was asked for, and waits for an earlier one or for ranks that hold another step."""
         self.step = 0

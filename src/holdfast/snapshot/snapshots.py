@@ -97,14 +97,9 @@ class Snapshots:
         self._unchecked_takes = 0
         with self._refusal_recorded():
             self._attach({"hang_seconds": hang_seconds, "kill_hung": kill_hung, "mode": mode})
-        self._allocator = SlotAllocator(self.state, self.rank_group, self.run_memory, mode, self.page)
-        self._saves = Saves(
-            self.run_memory,
-            self.rank_group,
-            self._allocator,
-            (keep_last, keep_every),
-            on_failure=partial(self._report, "not saved"),
-        )
+        self._allocator = SlotAllocator(self.state, self.rank_group, mode, self.page)
+        retention, on_failure = (keep_last, keep_every), partial(self._report, "not saved")
+        self._saves = Saves(self.rank_group, self._allocator, retention, on_failure)
         self._stop_signals = StopSignals(self.run_memory.path, listen_to_signals)
         for optimizer in self.state.optimizers:
             _call_before_step(optimizer, self._check_order)
@@ -116,7 +111,7 @@ class Snapshots:
         self.folder.mkdir(parents=True, exist_ok=True)
         if rank_group.rank == 0:
             self._journal = BufferedJournal(self.folder / "events.jsonl")
-        self._claim = claim_rank(rank_group, run_memory, self.folder)
+        self._claim = claim_rank(rank_group, self.folder)
         self.page, self.reached = self._claim.page, self._claim.reached
         if rank_group.first_on_node:
             for request in (STOP, SAVE):
@@ -162,7 +157,6 @@ class Snapshots:
             self.state,
             self.extra,
             self.folder,
-            self.run_memory,
             self.rank_group,
             self.nan_guard,
             reached=self.reached,
@@ -182,7 +176,7 @@ class Snapshots:
     def commit(self) -> None:
         """Waits until the last snapshot is whole. Call it after backward and before anything changes the state."""
         begin = time.perf_counter()
-        self.page.beat(Phase.WAITING_FOR_COPY)
+        self.page.beat(Phase.WAITING_FOR_THE_COPY)
         self._finish_copy()
         if not self.rank_group.one_node:
             self._start_exchange()
@@ -338,7 +332,7 @@ class Snapshots:
         self._finish_copy()
         if self.rank_group.one_node and self._ready in (-1, self._committed):
             return
-        self.page.beat(Phase.WAITING_FOR_RANKS)
+        self.page.beat(Phase.WAITING_FOR_OTHER_RANKS)
         self._exchange = exchange = self.rank_group.finish_exchange(self._ready)
         if exchange.committed is not None:
             self._committed = self.page["committed"] = exchange.committed
@@ -347,7 +341,7 @@ class Snapshots:
         self._allocator.choose_for_peers(exchange.committed, exchange.shipped)
 
     def _begin_copy(self, step: int) -> None:
-        self.page.beat(Phase.STARTING_COPY)
+        self.page.beat(Phase.STARTING_A_COPY)
         if not self._plan_fits(step):
             return
         candidates = self._exchange.candidates

@@ -29,9 +29,9 @@ from holdfast.system.progress import log
 
 
 class SlotAllocator:
-    def __init__(self, state: State, rank_group: RankGroup, run_memory: RunMemory, mode: str, page: RankStatus) -> None:
-        self._state, self._rank_group, self._run_memory, self._mode = state, rank_group, run_memory, mode
-        self._page = page
+    def __init__(self, state: State, rank_group: RankGroup, mode: str, page: RankStatus) -> None:
+        self._state, self._rank_group, self._run_memory = state, rank_group, rank_group.run_memory
+        self._mode, self._page = mode, page
         self.arena: Arena | None = None
         self.plan: dict[str, Any] = {"writers": [], "complete": [], "token": ""}
         """What the keeper must know of the plan: whose slices make up the state, and a name for this start of the run."""

@@ -38,7 +38,7 @@ class RankClaim:
             self.folder_claim.release()
 
 
-def claim_rank(rank_group: RankGroup, run_memory: RunMemory, folder: Path) -> RankClaim:
+def claim_rank(rank_group: RankGroup, folder: Path) -> RankClaim:
     """Claims what this rank needs; collective. If any rank is refused, all release what they have and raise its error."""
     folder_claim: BackgroundLease | None = None
     claim: RankClaim | None = None
@@ -50,7 +50,7 @@ def claim_rank(rank_group: RankGroup, run_memory: RunMemory, folder: Path) -> Ra
                 if first and rank_group.rank == 0 and "HOLDFAST_SUPERVISED" not in os.environ:
                     folder_claim = _claim_folder(folder)
                 if rank_group.first_on_node is first:
-                    claim = RankClaim(*_claim_page(rank_group.rank, run_memory), folder_claim)
+                    claim = RankClaim(*_claim_page(rank_group.rank, rank_group.run_memory), folder_claim)
         except BaseException:
             if claim is not None:
                 claim.release()

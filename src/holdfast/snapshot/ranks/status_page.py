@@ -27,26 +27,17 @@ _NAMES = (
 ).split()
 _FIELDS = {name: index for index, name in enumerate([*_NAMES, *(f"held_{slot}" for slot in range(SLOT_WORDS))])}
 _ERROR_TEXT, _ERROR_BYTES = 1024, 2048
-PHASES = [
-    "starting",
-    "restoring",
-    "training",
-    "waiting for the copy",
-    "starting a copy",
-    "waiting for other ranks",
-    "ended",
-]
 
 
 class Phase(IntEnum):
-    """What a rank is doing; PHASES has the words that users see."""
+    """What a rank is doing. Users see the names in lower case, with spaces."""
 
     STARTING = 0
     RESTORING = 1
     TRAINING = 2
-    WAITING_FOR_COPY = 3
-    STARTING_COPY = 4
-    WAITING_FOR_RANKS = 5
+    WAITING_FOR_THE_COPY = 3
+    STARTING_A_COPY = 4
+    WAITING_FOR_OTHER_RANKS = 5
     ENDED = 6
 
 
@@ -113,7 +104,7 @@ class RankStatus:
     @property
     def phase_name(self) -> str:
         phase = self["phase"]
-        return PHASES[phase] if 0 <= phase < len(PHASES) else str(phase)
+        return Phase(phase).name.lower().replace("_", " ") if phase in set(Phase) else str(phase)
 
     def owner_alive(self) -> bool:
         """Whether the process that claimed this page is alive and has not ended its run."""
