@@ -1,4 +1,4 @@
-"""One small model in every layout, its state filled from its names: what a tensor must hold is known without any file."""
+"""One small model in every layout; its tensors are a function of their names, so the expected values need no file."""
 
 import zlib
 
@@ -90,7 +90,7 @@ def take_a_step(state: State) -> None:
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """What the tensor of this name holds: rows depend on the name and their number alone, not on how many there are."""
+    """The expected tensor of this name: a row depends on the name and its number alone, not on how many rows there are."""
     rows = []
     for row in range(shape[0] if shape else 1):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}/{row}".encode()))
@@ -110,9 +110,9 @@ def expected(item, seed: int) -> torch.Tensor:
 
 
 def assert_filled(state: State, seed: int, rows: int | None = None) -> None:
-    """Every tensor holds what its name says; rows beyond `rows` of a padded tensor are zero."""
+    """Every tensor has its expected value; rows beyond `rows` of a padded tensor are zero."""
     for item in state.items():
-        wanted = expected(item, seed)
+        value = expected(item, seed)
         if rows is not None and "embedding" in item.name and item.box.shape:
-            wanted[max(0, rows - item.box.offset[0]) :] = 0
-        assert torch.equal(item.local, wanted), item.name
+            value[max(0, rows - item.box.offset[0]) :] = 0
+        assert torch.equal(item.local, value), item.name

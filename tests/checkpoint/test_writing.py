@@ -201,7 +201,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(two_che
 
 
 @pytest.mark.distributed
-def test_all_ranks_fall_back_when_one_of_them_meets_the_damage(tmp_path):
+def test_all_ranks_fall_back_when_one_of_them_finds_the_damage(tmp_path):
     run_world(2, save_in, "fsdp", tmp_path, 1, 7)
     run_world(2, save_in, "fsdp", tmp_path, 2, 8)
     flip(tmp_path / "step-00000008" / "shard-00001-of-00002.safetensors")
@@ -257,7 +257,7 @@ def test_retention_keeps_the_last_and_every_hundredth(tmp_path):
     assert newest(tmp_path) == tmp_path / "step-00000350"
 
 
-def test_a_step_saved_again_takes_the_place_of_the_old_one(tmp_path):
+def test_a_step_saved_again_replaces_the_old_one(tmp_path):
     state = build("single")
     fill(state, 1)
     save(tmp_path, 5, state)

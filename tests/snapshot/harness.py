@@ -33,12 +33,12 @@ context.set_forkserver_preload(
         "holdfast.snapshot.snapshots",
     ]
 )
-PATIENCE = 120.0
+WAIT_SECONDS = 120.0
 
 
 @dataclass
 class Fault:
-    """What to do to a rank, when and where: at `step`, at `point`, in the given attempts."""
+    """A fault of a rank: at `step`, at `point`, in the given attempts."""
 
     do: str
     rank: int = 0
@@ -49,7 +49,7 @@ class Fault:
 
 @dataclass
 class Run:
-    """One run of the tiny model: where, how long, in which layout, with what going wrong."""
+    """One run of the tiny model: folders, length, layout and faults."""
 
     folder: Path
     memory: Path
@@ -125,7 +125,7 @@ def state_hash(model: Any, optimizer: Any) -> str:
 
 
 def train(rank: int, attempt: int, run: Run, store: str) -> None:
-    """One rank's life."""
+    """What one rank runs."""
     import torch
     import torch.distributed as dist
 
@@ -206,15 +206,15 @@ def train(rank: int, attempt: int, run: Run, store: str) -> None:
 
 
 def resources() -> dict[str, int]:
-    """What must not grow from step to step."""
+    """Resources that must not grow from step to step."""
     import psutil
 
     me = psutil.Process()
     return {"descriptors": me.num_fds(), "threads": me.num_threads(), "private": me.memory_full_info().uss}
 
 
-def live(*arguments: Any) -> None:
-    """As a script would: an exception goes through sys.excepthook and ends the process with 1."""
+def run_as_script(*arguments: Any) -> None:
+    """Behaves as a script: an exception goes through sys.excepthook and ends the process with 1."""
     try:
         train(*arguments)
     except BaseException:
@@ -223,7 +223,7 @@ def live(*arguments: Any) -> None:
 
 
 def slow_down(snapshots: Any, seconds: float) -> None:
-    """Makes this rank's copies take long: the header says WRITING and half of the payload is new for all that time."""
+    """Makes this rank's copies take long: the slot is WRITING, with half of the payload new, for all that time."""
     from holdfast.snapshot.memory.copier import Copier
 
     original = Copier._copy_from_host
@@ -236,7 +236,7 @@ def slow_down(snapshots: Any, seconds: float) -> None:
 
 
 class Injector:
-    """Does a fault to its own process at the point where it is due."""
+    """Injects a fault into its own process at the point where it is due."""
 
     def __init__(self, rank: int, attempt: int, faults: list[Fault], model: Any, snapshots: Any) -> None:
         self._faults = [f for f in faults if f.rank in (rank, -1) and attempt in f.attempts]
@@ -266,9 +266,9 @@ class Injector:
             bytearray(64 << 30)
         elif what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.1)  # another thread may be the one that takes the signal; this one would go on for a moment
+            time.sleep(0.1)  # another thread may receive the signal; this one would go on for a moment
         elif what == "hold the interpreter":
-            re.match(r"(a|a)*b", "a" * 60)  # takes longer than the age of the universe and lets nobody else run
+            re.match(r"(a|a)*b", "a" * 60)  # never ends, and never releases the interpreter lock
         elif what == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
         elif what == "usr1":
@@ -306,7 +306,7 @@ def kill_keeper(run_memory: Any) -> None:
     os.kill(keeper_process(run_memory), signal.SIGKILL)
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -321,22 +321,22 @@ class Launched:
     ranks: list[Any]
 
     def wait(self, run: Run) -> bool:
-        """True when all ended well; at the first failure the others are killed, as torchelastic does."""
-        deadline = time.monotonic() + PATIENCE
+        """True when all ranks ended with 0; at the first failure the others are killed, as torchelastic does."""
+        deadline = time.monotonic() + WAIT_SECONDS
         while any(rank.is_alive() for rank in self.ranks):
             if any(rank.exitcode not in (None, 0) for rank in self.ranks) or time.monotonic() > deadline:
                 self.kill()
                 break
             time.sleep(0.01)
         for rank in self.ranks:
-            rank.join(PATIENCE)
+            rank.join(WAIT_SECONDS)
         assert time.monotonic() < deadline, f"{run.folder}: the ranks did not end"
         return all(rank.exitcode == 0 for rank in self.ranks)
 
     def kill(self) -> None:
         for rank in self.ranks:
             if rank.is_alive():
-                with suppress(ProcessLookupError):  # it may end by itself this very moment
+                with suppress(ProcessLookupError):  # it may end by itself at this moment
                     os.kill(rank.pid, signal.SIGCONT)
                 rank.kill()
 
@@ -346,14 +346,17 @@ def launch(run: Run, attempt: int = 0) -> Launched:
     for rank in range(run.world):
         run.memory_of(rank).mkdir(exist_ok=True)
     store = tempfile.mktemp(prefix="store-", dir=run.folder.parent)
-    ranks = [context.Process(target=live, args=(rank, attempt, run, store), daemon=True) for rank in range(run.world)]
+    ranks = [
+        context.Process(target=run_as_script, args=(rank, attempt, run, store), daemon=True)
+        for rank in range(run.world)
+    ]
     for rank in ranks:
         rank.start()
     return Launched(ranks)
 
 
 def run_to_the_end(run: Run, restarts: int = 3, between: Callable[[int], None] | None = None) -> int:
-    """Launches and relaunches until the run ends well; the number of restarts it took."""
+    """Launches the run until all ranks end with 0; the number of restarts it took."""
     for attempt in range(restarts + 1):
         if launch(run, attempt).wait(run):
             return attempt
@@ -364,7 +367,7 @@ def run_to_the_end(run: Run, restarts: int = 3, between: Callable[[int], None] |
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
-    """A folder in memory of this test's own; nothing may be left in it but what the test says."""
+    """A folder in memory for one test; keepers that still run are killed, and the folder is removed."""
     path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     try:
         yield path
@@ -386,8 +389,8 @@ def _command(process: int) -> bytes:
 
 
 def nothing_left(memory: Path) -> bool:
-    """No arena, desk or other file, and no keeper."""
-    return not any(files for _, _, files in os.walk(memory))  # which does not mind a folder that goes meanwhile
+    """Whether memory holds no arena, status page or other file."""
+    return not any(files for _, _, files in os.walk(memory))  # os.walk ignores a folder that is removed meanwhile
 
 
 def abandon(snapshots: Any) -> None:
@@ -402,7 +405,7 @@ def report_nan_and_die(snapshots: Any) -> None:
 
 
 def shorten_waits(snapshots: Any) -> None:
-    """This rank takes a keeper for hung after 3 s, and gives up a save that fails for 3 s."""
+    """On this rank a keeper counts as hung after 3 s, and a save as failed after 3 s of failures."""
     from holdfast.snapshot.keeper import client as keeper_client
     from holdfast.snapshot.keeper import status as keeper_status
 

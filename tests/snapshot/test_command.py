@@ -1,4 +1,4 @@
-"""The verbs `snapshots`, `persist` and `inspect` on a run that lives, one that died, and one that is only on disk."""
+"""The verbs `snapshots`, `persist` and `inspect` on a run that trains, one that died, and one that is only on disk."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def holdfast(capsys):
     return call
 
 
-def test_persist_with_and_without_living_trainers(run, memory, holdfast):
+def test_persist_with_and_without_live_trainers(run, memory, holdfast):
     run.steps, run.pace = 5000, 0.02
     where = ["--snapshot-dir", str(memory)]
     launched = launch(run)
@@ -43,9 +43,11 @@ def test_persist_with_and_without_living_trainers(run, memory, holdfast):
     assert facts["checkpoints"][0]["trouble"] is None and facts["checkpoints"][0]["verified"]
     launched.kill()
     launched.wait(run)
-    said = holdfast("snapshots", run.name, *where)
-    assert "gone" in said and "in memory" in said
-    assert all(len(line) <= 80 for line in said.splitlines() if str(memory) not in line and str(run.folder) not in line)
+    output = holdfast("snapshots", run.name, *where)
+    assert "gone" in output and "in memory" in output
+    assert all(
+        len(line) <= 80 for line in output.splitlines() if str(memory) not in line and str(run.folder) not in line
+    )
     holdfast("persist", run.name, *where)
     (arena, _) = sorted(memory.rglob("*.arena"))
     shown = json.loads(holdfast("inspect", str(arena), "--json"))
@@ -56,8 +58,8 @@ def test_persist_with_and_without_living_trainers(run, memory, holdfast):
     assert launched.wait(run)
     wait_for(lambda: nothing_left(memory), "the memory to be freed")
     assert "this host holds nothing of this run" in holdfast("inspect", str(run.folder))
-    said = holdfast("snapshots", str(run.folder), *where)
-    assert "this host holds nothing of this run" in said and "on disk" in said
+    output = holdfast("snapshots", str(run.folder), *where)
+    assert "this host holds nothing of this run" in output and "on disk" in output
 
 
 def test_persist_waits_for_the_first_snapshot_of_a_run_that_trains(run, memory, holdfast):
@@ -79,19 +81,19 @@ def test_a_slot_that_is_used_again_while_it_is_verified_is_not_called_damaged(ru
         held.slot.payload[held.slot.layout(held.header).starts[0]] ^= 1  # a trainer copies the next step into it ...
         with pytest.raises(DamagedError):
             held.verify()
-        held.slot.store(NOTHING)  # ... and has said so in the header before
+        held.slot.store(NOTHING)  # ... after it has stored that in the header
         with pytest.raises(OvertakenError):
             held.verify()
 
 
-def test_an_unknown_run_is_named_beside_those_that_are_held(run, memory):
+def test_the_error_for_an_unknown_run_lists_the_runs_in_memory(run, memory):
     run.faults = [Fault("kill", rank=-1, step=4)]
     launch(run).wait(run)
     answer = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", "persist", "nobody", "--snapshot-dir", str(memory)],
+        [sys.executable, "-m", "holdfast.cli", "persist", "unknown-run", "--snapshot-dir", str(memory)],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert answer.returncode == 1
-    assert "nobody" in answer.stderr and run.name in answer.stderr and "Traceback" not in answer.stderr
+    assert "unknown-run" in answer.stderr and run.name in answer.stderr and "Traceback" not in answer.stderr

@@ -12,7 +12,7 @@ from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
 
 pytestmark = pytest.mark.distributed
 
-PLACES = ["payload", "slot header", "table of tensors", "small state", "row sums"]
+REGIONS = ["payload", "slot header", "table of tensors", "small state", "row sums"]
 
 
 def flip(run, rank, where, age=0):
@@ -36,7 +36,7 @@ def flip(run, rank, where, age=0):
 
 
 def crash_without_keeper(run, step=6):
-    """All ranks die right after `commit`, and nobody is left to write memory to disk; how many snapshots a rank holds."""
+    """All ranks and the keeper die right after `commit`; how many snapshots a rank holds."""
     from holdfast.snapshot.memory.run_memory import RunMemory
 
     run.faults = [Fault("stop", rank=-1, step=step, point="committed")]
@@ -58,7 +58,7 @@ def crash_without_keeper(run, step=6):
     return sum(header.state == READY for header in Arena(path).headers())
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", REGIONS)
 def test_a_flipped_bit_is_found_and_the_snapshot_before_is_used(run, check, where):
     crash_without_keeper(run)
     flipped = flip(run, 1, where)

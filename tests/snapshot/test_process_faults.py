@@ -31,7 +31,7 @@ def test_one_rank_killed_while_its_slot_is_being_written(run, check):
 
 
 def test_a_step_that_one_rank_alone_has_done_is_not_counted_as_lost(run, check):
-    """Rank 1 dies in the backward pass of step 6, with half of step 5 copied; rank 0 ends step 6, and nobody else does."""
+    """Rank 1 dies in the backward pass of step 6, with half of step 5 copied; rank 0 alone ends step 6."""
     run.slow_copy, run.steps = {1: 1.0}, 7
     run.faults = [Fault("kill", rank=1, step=5, point="backward")]
     assert check(run) == 1
@@ -68,14 +68,14 @@ def test_an_exception_is_reported_with_its_cause_and_the_state_persisted(run, ch
 
 
 @pytest.mark.parametrize("how", ["stop", "hold the interpreter"])
-def test_a_hang_is_noticed_told_and_ended(run, check, how):
+def test_a_hung_rank_is_detected_reported_and_killed(run, check, how):
     run.options = {"hang_seconds": 8.0, "kill_hung": True}
     run.faults = [Fault(how, rank=1, step=5, point="forward")]
     assert check(run) == 1
     hung = [failure for failure in run.events("failure") if failure["kind"] == "hung"]
     assert hung and set(hung[0]["ranks"]) == {"0", "1"}
     assert any(persisted["reason"] in ("hung", "died") for persisted in run.events("persisted"))
-    assert "train" in (run.folder / "stacks" / "rank-00000.txt").read_text(), "the living rank said where it stood"
+    assert "train" in (run.folder / "stacks" / "rank-00000.txt").read_text(), "the stack of the live rank"
 
 
 def test_an_exception_in_the_copy_costs_one_snapshot_and_is_counted(run, check):

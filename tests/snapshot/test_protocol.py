@@ -33,25 +33,25 @@ def header(state: int, step: int) -> SlotHeader:
 
 
 def simulate(
-    ranks: int, computing: list[float], copying: list[float], pinned_at: int, gate: bool
+    ranks: int, computing: list[float], copying: list[float], pinned_at: int, waits: bool
 ) -> tuple[list[Rank], list[float]]:
-    """Trains: compute, meet in the gradient reduction, commit, step, wait for the others' READY, take."""
+    """Trains: compute, reduce the gradients, commit, step, wait until all ranks are READY, take."""
     rank_group = [Rank() for _ in range(ranks)]
     draw_compute, draw_copy = iter(computing), iter(copying)
     committed: int | None = None
     finished = []
     for step in range(1, STEPS + 1):
-        met = max(rank.begun + next(draw_compute) for rank in rank_group)
-        stepped = [max(met, rank.done) + 0.01 for rank in rank_group]
+        reduced = max(rank.begun + next(draw_compute) for rank in rank_group)
+        stepped = [max(reduced, rank.done) + 0.01 for rank in rank_group]
         finished.append(max(stepped))
         all_ready = max(rank.done for rank in rank_group)
-        if gate and step > 1:
+        if waits and step > 1:
             committed = step - 1
         for rank, time in zip(rank_group, stepped, strict=True):
-            begin = max(time, all_ready) if gate else time
+            begin = max(time, all_ready) if waits else time
             pins = [index == 0 and step >= pinned_at for index in range(3)]
             slots = rank.slots(begin)
-            usable = slots_to_use(slots, pins, committed if gate else None)
+            usable = slots_to_use(slots, pins, committed if waits else None)
             rank.begun = begin
             if usable:
                 rank.done = begin + next(draw_copy)
@@ -72,7 +72,7 @@ def draws(ranks: int, low: float, high: float) -> st.SearchStrategy[list[float]]
 def test_a_crash_at_any_instant_leaves_a_common_step(data, ranks, pinned):
     computing = data.draw(draws(ranks, 0.5, 1.5))
     copying = data.draw(draws(ranks, 0.01, 2.4))
-    rank_group, finished = simulate(ranks, computing, copying, STEPS // 2 if pinned else STEPS + 1, gate=True)
+    rank_group, finished = simulate(ranks, computing, copying, STEPS // 2 if pinned else STEPS + 1, waits=True)
     first_common = max(
         time for rank in rank_group for time, _, entry in rank.history if entry.state == READY and entry.step == 1
     )
@@ -85,7 +85,7 @@ def test_a_crash_at_any_instant_leaves_a_common_step(data, ranks, pinned):
 
 
 def test_without_waiting_for_the_others_two_slots_are_not_enough():
-    """The simulation can fail: this is the defect that the gate is there for."""
+    """The simulation can fail: this is the defect that waiting for the other ranks prevents."""
     import random
 
     chance = random.Random(3)

@@ -16,7 +16,7 @@ from tests.snapshot.harness import abandon, context, wait_for
 TENSORS, ELEMENTS = 6, 40_000
 
 
-def copy_for_ever(path, first_step):
+def copy_forever(path, first_step):
     """Fills every tensor with the step and copies it, as fast as it goes, into the slot that is not the newest."""
     import torch
 
@@ -53,13 +53,13 @@ def test_kills_leave_a_whole_snapshot_every_time(memory, kills):
     chance = random.Random(1)
     step, writing = 0, 0
     for _ in range(kills):
-        process = context.Process(target=copy_for_ever, args=(path, step))
+        process = context.Process(target=copy_forever, args=(path, step))
         process.start()
         wait_for(lambda before=step: path.exists() and newest_step(path) > before, "a first snapshot")
         time.sleep(chance.random() * 0.01)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        step, torn = look(path, step)
+        step, torn = check_slots(path, step)
         writing += torn
     assert writing > kills // 10, "the kills must hit copies on their way, or this shows nothing"
 
@@ -71,7 +71,7 @@ def newest_step(path):
     return max(steps, default=0)
 
 
-def look(path, before):
+def check_slots(path, before):
     """Every READY slot verifies and holds one step; the newest is younger than what was there before."""
     arena = Arena(path)
     ready, unfinished = [], 0

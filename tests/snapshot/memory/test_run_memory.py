@@ -64,7 +64,7 @@ def test_of_simultaneous_starts_exactly_one_trains(tmp_path, memory):
 
 
 def test_a_run_folder_shared_by_two_hosts_is_trained_by_one(tmp_path, memory):
-    """Each host has memory of its own: only the shared folder can tell."""
+    """Each host has memory of its own: only the shared folder shows it."""
     hosts = [memory / "host0", memory / "host1"]
     for host in hosts:
         host.mkdir()
@@ -96,17 +96,17 @@ def test_a_start_during_the_keepers_clean_up_keeps_its_memory(tmp_path, memory):
     assert not run_memory.path.exists()
 
 
-def _ask_for_ever(run_memory):
+def _query_forever(run_memory):
     while True:
         keeper_alive(run_memory)
 
 
-def test_looking_for_a_keeper_never_keeps_one_from_starting(tmp_path, memory):
-    run_memory = RunMemory.of("looked-at", tmp_path, memory)
+def test_a_query_of_the_keeper_lock_never_keeps_a_keeper_from_starting(tmp_path, memory):
+    run_memory = RunMemory.of("queried", tmp_path, memory)
     run_memory.make()
     os.close(lock_keeper(run_memory))
     watchers = [
-        multiprocessing.get_context("fork").Process(target=_ask_for_ever, args=(run_memory,), daemon=True)
+        multiprocessing.get_context("fork").Process(target=_query_forever, args=(run_memory,), daemon=True)
         for _ in range(2)
     ]
     for watcher in watchers:
@@ -178,7 +178,7 @@ def test_a_clock_that_goes_back_does_not_bring_back_an_older_state(tmp_path, mem
     fifth.close()
 
 
-# Strangers
+# Other users
 
 
 def test_a_folder_that_another_user_made_is_refused(tmp_path, memory):

@@ -93,7 +93,7 @@ def test_a_replaced_optimizer_state_is_noticed(tmp_path, memory, replace):
 
 
 def test_a_replaced_buffer_is_noticed(tmp_path, memory):
-    """A running mean that is not changed in place but assigned anew."""
+    """A running mean that is not changed in place but replaced by assignment."""
     model = torch.nn.Linear(3, 3)
     model.register_buffer("mean", torch.zeros(5))
     model.register_buffer("cache", torch.zeros(5), persistent=False)
@@ -189,7 +189,7 @@ def test_a_small_state_that_grows_gets_room_and_nothing_held_is_lost(tmp_path, m
     second.close()
 
 
-def _grow_at_a_rate_of_its_own(folder, memory):
+def _grow_small_state(folder, memory):
     """A rank whose small state grows faster than the other's, so that they outgrow their room at different steps."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -212,12 +212,12 @@ def _grow_at_a_rate_of_its_own(folder, memory):
 
 @pytest.mark.distributed
 def test_ranks_whose_small_states_grow_apart_do_not_wait_for_each_other(tmp_path, memory):
-    skipped = spawn_ranks(2, _grow_at_a_rate_of_its_own, tmp_path, memory, timeout=60)
+    skipped = spawn_ranks(2, _grow_small_state, tmp_path, memory, timeout=60)
     assert all(0 < count < 3 for count in skipped), skipped
     assert [step for step, _ in checkpoints_in(tmp_path)] == [12]
 
 
-def test_a_run_that_goes_back_in_the_same_process_holds_what_it_does_anew(tmp_path, memory):
+def test_a_run_that_restores_in_the_same_process_holds_the_repeated_steps(tmp_path, memory):
     model = torch.nn.Linear(3, 3)
     snapshots = Snapshots("a", model, folder=tmp_path, memory=memory)
     snapshots.restore()

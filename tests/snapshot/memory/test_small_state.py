@@ -31,7 +31,7 @@ def test_everything_accepted_comes_back(value):
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), 1 << 70, -(1 << 64), "\ud800", {"\udfff": 1}, True])
-def test_what_json_has_no_word_for_comes_back(value):
+def test_what_json_cannot_express_comes_back(value):
     back = decode(orjson.loads(orjson.dumps(encode([value]))))
     assert back == [value] and type(back[0]) is type(value)
 

@@ -22,7 +22,7 @@ from tests.snapshot.harness import abandon, wait_for
 HIGH, LOW = -1, 0x0102030405060708
 
 
-def _store_for_ever(path):
+def _store_forever(path):
     page = RankStatus(path)
     while True:
         page["heartbeat"] = HIGH
@@ -34,7 +34,7 @@ def test_a_status_word_is_read_as_it_was_stored_never_in_part(memory):
     path = memory / status_page_name(0)
     page = RankStatus(path)
     page["heartbeat"] = HIGH
-    writer = multiprocessing.get_context("fork").Process(target=_store_for_ever, args=(path,), daemon=True)
+    writer = multiprocessing.get_context("fork").Process(target=_store_forever, args=(path,), daemon=True)
     writer.start()
     try:
         both, deadline = 0, time.monotonic() + 60
@@ -87,7 +87,7 @@ def test_the_optimizer_inside_a_wrapper_is_watched_too(tmp_path, memory):
 
 
 def _drift(folder, memory, steps):
-    """Local SGD without any exchange: rank 1 is slow at first, rank 0 later. Each looks at what both hold, all the time."""
+    """Local SGD without any exchange: rank 1 is slow at first, rank 0 later. Each checks at every step what both hold."""
     from holdfast.snapshot.ranks import rank_group as rank_group
 
     rank_group.EXCHANGE_SECONDS = 0.2
@@ -117,7 +117,7 @@ def _drift(folder, memory, steps):
 
 @pytest.mark.distributed
 def test_ranks_that_drift_apart_always_hold_a_common_step(tmp_path, memory):
-    # a look at two desks is not one instant: what is missing twice in a row is missing
+    # Two status pages are not read at one instant: only what is missing several times is missing.
     for without in spawn_ranks(2, _drift, tmp_path, memory, 120):
         assert len(without) < 3, without
 

@@ -67,7 +67,7 @@ def test_sigterm_to_torchrun_persists_the_last_step_with_loader_workers(run):
     assert checkpoints_in(run.folder)[-1][0] >= reached - 1
 
 
-def test_plain_torchrun_resumes_from_memory_with_no_hand_on_it(run):
+def test_plain_torchrun_resumes_from_memory_by_itself(run):
     process = torchrun(run, "20", "9")
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
