@@ -130,7 +130,7 @@ def check_manifest(record: dict[str, Any]) -> Manifest:
     for name in ("per_rank", "optimizer_settings"):
         _require(all(type(entry) is dict for entry in record.get(name, [])), f"{name} is not a list of objects")
     _require(all(_is_size(rows) for rows in record.get("padded_rows", {}).values()), "padded_rows are not numbers")
-    _require(0 <= record["step"] < 1 << 50 and 0 < record["world"] < 1 << 24, "step or world is impossible")
+    _require(0 <= record["step"] < 1 << 50 and 0 < record["world"] < 1 << 24, "step or world is out of range")
     for name, (dtype, shape) in record["tensors"].items():
         known = isinstance(dtype, str) and dtype in ITEM_SIZES
         _require(known and _is_shape(shape), f"the type or shape of {name} is unknown")
@@ -145,16 +145,19 @@ def check_manifest(record: dict[str, Any]) -> Manifest:
 def _check_file(manifest: Manifest, file: ShardFile) -> None:
     valid = isinstance(file.name, str) and _FILE_NAME.fullmatch(file.name) is not None
     _require(valid, f"{str(file.name)[:200]!r} is not the name of a file in this folder")
-    _require(_is_size(file.rank) and file.rank < manifest.world, f"{file.name} is of an impossible rank")
-    _require(_is_size(file.bytes) and isinstance(file.chunks, list), f"the size of {file.name} is broken")
+    _require(_is_size(file.rank) and file.rank < manifest.world, f"{file.name} has a rank that does not exist")
+    _require(_is_size(file.bytes) and isinstance(file.chunks, list), f"the size of {file.name} is not valid")
     _require(all(isinstance(chunk, str) for chunk in file.chunks), f"a checksum of {file.name} is not text")
     _require(len(file.chunks) == -(-file.bytes // CHUNK), f"{file.name} has too many or too few checksums")
     for name, start, offset, shape in file.pieces:
         dtype, whole = manifest.tensors[name]
-        _require(_is_shape(offset) and _is_shape(shape) and _is_size(start), f"a piece of {name} is broken")
-        _require(len(offset) == len(shape) == len(whole), f"a piece of {name} has other dimensions than it")
+        _require(_is_shape(offset) and _is_shape(shape) and _is_size(start), f"a piece of {name} has no valid position")
+        _require(
+            len(offset) == len(shape) == len(whole),
+            f"a piece of {name} has another number of dimensions than the tensor",
+        )
         inside = all(first + size <= end for first, size, end in zip(offset, shape, whole, strict=True))
-        _require(inside, f"a piece of {name} is outside it")
+        _require(inside, f"a piece of {name} is outside the tensor")
         _require(
             start + math.prod(shape) * ITEM_SIZES[dtype] <= file.bytes, f"a piece of {name} is outside {file.name}"
         )

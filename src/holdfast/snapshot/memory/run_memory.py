@@ -250,7 +250,7 @@ def lock_keeper(run_memory: RunMemory) -> int | None:
     except OSError as error:
         os.close(descriptor)
         raise HoldfastError(
-            f"cannot lock {run_memory.path}: {error.strerror}; snapshots need a folder with flock, such as {MEMORY}"
+            f"cannot lock {run_memory.path}: {error.strerror}; snapshots need a file system with file locks, such as {MEMORY}"
         ) from error
     return descriptor
 

@@ -128,7 +128,7 @@ class SlotAllocator:
         try:
             self.arena = self.arena.grown(self._last.small_bytes)
         except HoldfastError as error:
-            log(f"{error}, which the small state needs now")
+            log(f"the small state has outgrown its memory: {error}")
             return False
         return True
 
