@@ -17,7 +17,7 @@ from holdfast.models.dropout import Dropout
 from holdfast.parallel.layout import layout_of
 from holdfast.parallel.mesh import Grid, build_grid
 from holdfast.parallel.tensor import local
-from holdfast.train.checks.preflight import open_run_folder, resolve
+from holdfast.train.checks.preflight import resolve
 from holdfast.train.loop import seed_dropout
 from holdfast.train.model_families import build_stages
 from holdfast.train.worker import join_ranks, run_worker
@@ -150,7 +150,6 @@ def train(prefix: Path, save: Path, steps: int) -> dict[str, bytes]:
         log=LogConfig(tensorboard=False),
     )
     config, _ = resolve(config, 2)
-    open_run_folder(config)
     spawn_ranks(2, run_worker, config)
     with open_checkpoint(save) as checkpoint:
         return {name: np.array(checkpoint.tensor(name)).tobytes() for name in checkpoint.tensors}

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.config import Config, DataConfig, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from holdfast.system.journal import read_journal
-from holdfast.train.checks.preflight import open_run_folder, resolve
+from holdfast.train.checks.preflight import resolve
 from holdfast.train.worker import run_worker
 from tests.corpus import VOCABULARY, write_dataset
 from tests.gloo import spawn_ranks
@@ -62,7 +62,6 @@ def tiny(prefix: Path, save: Path, **model: object) -> Config:
 def train_on(world: int, config: Config, parallel: ParallelConfig) -> list[dict[str, float]]:
     config = replace(config, parallel=replace(parallel, nproc_per_node=world))
     config, _ = resolve(config, world)
-    open_run_folder(config)
     spawn_ranks(world, run_worker, config)
     assert config.train.save is not None
     return list(read_journal(Path(config.train.save) / "metrics.jsonl"))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from holdfast.checkpoint import open_checkpoint
 from holdfast.config import Config, ParallelConfig
 from holdfast.system.journal import read_journal
-from holdfast.train.checks.preflight import open_run_folder, resolve
+from holdfast.train.checks.preflight import resolve
 from holdfast.train.optim import LossScale
 from holdfast.train.step import ForwardBackward
 from holdfast.train.worker import run_worker
@@ -50,7 +50,6 @@ def train_with_overflows(config: Config, first_step: int) -> list[tuple[bool, di
 
 def train(config: Config, first_step: int = 1) -> list[list[tuple[bool, dict[str, float]]]]:
     config, _ = resolve(replace(config, parallel=ParallelConfig(nproc_per_node=2)), 2)
-    open_run_folder(config)
     return spawn_ranks(2, train_with_overflows, config, first_step)
 
 

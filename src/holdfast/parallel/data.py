@@ -1,16 +1,16 @@
-"""Data parallelism: gradients of replicas added up in buckets while backward still runs, or weights sharded by FSDP2.
+"""Data parallelism: replicas whose gradients are summed in buckets while backward runs, or weights sharded by FSDP2.
 
-Losses are already divided by the whole batch, so gradients are summed. FSDP2 averages instead (only NCCL can be told not to), and
-whoever runs the passes multiplies the loss by the number of ranks first.
+Both sum gradients: the losses are already divided by the target count of the whole batch.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from holdfast.parallel.tensor import local, transformer_layers
 
@@ -18,77 +18,70 @@ BUCKET_BYTES = 32 << 20
 
 
 class GradientSum:
-    """All-reduces replicated gradients over a group, bucket by bucket, starting as soon as a bucket is complete.
+    """All-reduces the gradients of replicas over a group, bucket by bucket, while backward still runs.
 
-    `expect(n)` says after how many backward passes a gradient is final; `wait()` ends the exchange. Buckets follow the
-    parameters backwards, about as backward reaches them, and are exchanged in that fixed order on all ranks.
+    `expect(n)` announces n backward passes, `wait()` completes the sums. Buckets hold the parameters in reverse order, about as
+    backward reaches them. They are sent in that fixed order on all ranks and in all runs, so that the sums of a resumed run
+    are bit-identical. DDP reorders its buckets after the first step and takes no DTensors; FSDP2 with a replica axis costs up to
+    60% more CPU time per step in small models.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._group, self._parameters = group, parameters
-        self._buckets = _make_buckets(list(reversed(parameters)))
-        self._home = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket}
-        self._passes = 1
-        self._arrived: dict[int, int] = {}
+        self._group = group
+        self._buckets = _make_buckets(parameters[::-1])
         self._missing: list[int] = []
-        self._next = 0
-        self._flying: list[tuple[Any, Tensor, list[Tensor]]] = []
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._sent: list[tuple[Any, Tensor, list[Tensor]]] = []
+        for index, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
 
     def expect(self, passes: int) -> None:
-        self._passes, self._next, self._arrived = passes, 0, {}
-        self._missing = [len(bucket) for bucket in self._buckets]
+        self._missing = [passes * len(bucket) for bucket in self._buckets]
 
     def wait(self) -> None:
-        """Sends what is left (parameters that got no gradient count as zero) and brings every sum home."""
-        for bucket in self._buckets[self._next :]:
-            self._send(bucket)
-        self._next = len(self._buckets)
-        for work, flat, gradients in self._flying:
+        """Sends the remaining buckets (a parameter without gradient counts as zero) and writes every sum back."""
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        for work, flat, gradients in self._sent:
             work.wait()
-            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in _split(flat, gradients)])
-        self._flying = []
+            summed = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [s.view_as(g) for s, g in zip(summed, gradients, strict=True)])
+        self._sent = []
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        count = self._arrived[id(parameter)] = self._arrived.get(id(parameter), 0) + 1
-        if count != self._passes:
-            return
-        self._missing[self._home[id(parameter)]] -= 1
-        while self._next < len(self._buckets) and self._missing[self._next] == 0:
-            self._send(self._buckets[self._next])
-            self._next += 1
+    def _on_gradient(self, index: int, _: Tensor) -> None:
+        self._missing[index] -= 1
+        while len(self._sent) < len(self._buckets) and self._missing[len(self._sent)] == 0:
+            self._send()
 
-    def _send(self, bucket: list[nn.Parameter]) -> None:
-        for parameter in bucket:
+    def _send(self) -> None:
+        """Starts the all-reduce of the next bucket."""
+        gradients = []
+        for parameter in self._buckets[len(self._sent)]:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [local(parameter.grad) for parameter in bucket if parameter.grad is not None]
+            gradients.append(local(parameter.grad))
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        self._flying.append((work, flat, gradients))
+        self._sent.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, gradients))
 
 
 def _make_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
-    room = 0
+    free = 0
     for parameter in parameters:
         size = local(parameter).numel() * 4
-        if room < size or not buckets:
+        if size > free or not buckets:
             buckets.append([])
-            room = BUCKET_BYTES
+            free = BUCKET_BYTES
         buckets[-1].append(parameter)
-        room -= size
+        free -= size
     return buckets
 
 
-def _split(flat: Tensor, gradients: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(flat.split([gradient.numel() for gradient in gradients]), gradients, strict=True))
-
-
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2 over `mesh` (shard, or replica × shard): each layer a unit, everything else with the root."""
+    """FSDP2 over `mesh` (shard, or replica × shard): each layer is a unit, the root holds the rest."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in transformer_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in (*transformer_layers(model), model):
+        unit: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
+        # Sums instead of averages. gloo cannot average with another factor, so the plain sum is forced.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from holdfast.parallel.layout import ParallelLayout, padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.system.progress import log
-from holdfast.train.holding import Holding, Progress
 from holdfast.train.metrics import Iteration, Reporter, name_terms
 from holdfast.train.model_families import BatchFeed, build_stages, compute_dtype, family_of
 from holdfast.train.optim import GradientNorm, HostCopy, build_loss_scale, build_optimizer, clip_and_step
-from holdfast.train.schedule import BatchSizeSchedule, batches_of, schedule_of
+from holdfast.train.schedule import batches_of, schedule_of
+from holdfast.train.state import Progress, load_checkpoint, open_snapshots
 from holdfast.train.step import ForwardBackward
 
 
@@ -56,11 +57,12 @@ class _Run:
         self.norm = GradientNorm(self.stages, grid, tied.copy)
         self.optimizer = build_optimizer(self.stages, config.optimizer)
         self.loss_scale = build_loss_scale(config.optimizer) if config.train.fp16 else None
-        self.batches: BatchSizeSchedule = batches_of(config, grid.layout.data)
+        self.batches = batches_of(config, grid.layout.data)
         self.schedule = schedule_of(config, self.batches)
         self.iterations = self.batches.iterations(config.train.train_iters)
         self.progress = Progress()
-        self.holding = Holding(config, grid, self.stages, self.optimizer, self.progress, self.loss_scale)
+        self.extra = {"progress": self.progress, **({"loss_scale": self.loss_scale} if self.loss_scale else {})}
+        self.snapshots = open_snapshots(config, grid, self.stages, self.optimizer, self.extra)
         self.pending: Iteration | None = None
         self.stop_agreed = False
 
@@ -76,18 +78,20 @@ class _Run:
 
     def to_the_end(self) -> Outcome:
         config, progress = self.config, self.progress
-        self.holding.restore()
+        # The run's own newest state, in memory or on disk, comes before --load.
+        if self.snapshots.restore() == 0:
+            load_checkpoint(config, self.grid, self.stages, self.optimizer, self.extra)
         self.reporter = self._reporter(self.grid.layout)
         gc.freeze()
         saved = progress.step
         while progress.step < self.iterations and not self.stop_agreed:
             self.one_step()
             if config.train.save_interval and progress.step % config.train.save_interval == 0:
-                self.holding.save()
+                self.snapshots.save(progress.step)
                 saved = progress.step
         if saved != progress.step:
-            self.holding.save()
-        self.holding.close()
+            self.snapshots.save(progress.step)
+        self.snapshots.close()
         self.reporter.close()
         return Outcome(progress.step, progress.step >= self.iterations)
 
@@ -101,7 +105,8 @@ class _Run:
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         self.optimizer.zero_grad(set_to_none=True)
         means = self.passes.gradients(batch, scale)
-        stall = self.holding.commit()  # the last snapshot is whole before this exchange: it is the commit barrier
+        self.snapshots.commit()  # before the all-reduce: that one is the commit barrier of the last snapshot
+        stall_ms = self.snapshots.stall_seconds * 1e3
         sums = self.norm.reduce(*means)
         sums[0] /= scale
         arriving = HostCopy(sums)
@@ -111,7 +116,7 @@ class _Run:
         if self.loss_scale:
             self.loss_scale.update(overflow)
         elif overflow:  # with fp16 an overflow is the scale's business
-            self.holding.report_nan()
+            self.snapshots.report_nan()
         progress.advance(size, size * self.config.data.seq_length, overflow)
         self.pending = Iteration(
             progress.step,
@@ -120,7 +125,7 @@ class _Run:
             progress.consumed_samples,
             progress.consumed_tokens,
             sums,
-            stall,
+            stall_ms,
             scale if self.loss_scale else None,
             time.perf_counter(),
         )
@@ -128,7 +133,8 @@ class _Run:
             self.evaluate()
         # While the device changes the weights; before the snapshot, so that a run never continues from a step without a record.
         self.report_pending()
-        self.stop_agreed = self.holding.take()
+        self.snapshots.take(progress.step)
+        self.stop_agreed = self.snapshots.stop_requested()
 
     def _evaluation_is_due(self) -> bool:
         train = self.config.train
@@ -173,7 +179,7 @@ class _Run:
         assert config.model.vocab_size is not None
         padded = padded_vocab_size(config.model.vocab_size, config.model, layout.tensor)
         return Reporter(
-            self.holding.folder,
+            Path(config.train.save) if config.train.save else None,
             active=self.grid.rank == 0,
             iterations=self.iterations,
             log_interval=config.log.log_interval,

@@ -65,7 +65,6 @@ class ForwardBackward:
         self._schedules: dict[int, Any] = {}
         self._weights = self._means = self._zeros
         self.begin: Callable[[str], None] = _unwatched
-        self._averaged = grid.layout.data if grid.layout.shard > 1 else 1  # FSDP2 divides gradients by this
         self._sum: GradientSum | None = None
         if grid.layout.replica > 1 and grid.layout.shard == 1:
             self._sum = GradientSum(self._parameters, grid.group("replica"))
@@ -90,13 +89,13 @@ class ForwardBackward:
         """This rank's share of each term's mean; afterwards `.grad` holds the gradient of scale × the sum of losses."""
         if self._sum is not None:
             self._sum.expect(len(batch))
-        means = self._run(batch, scale * self._averaged, True)
+        means = self._run(batch, scale, True)
         self.begin("communication")
         if self._sum is not None:
             self._sum.wait()
         reduce_partial_gradients(self._parameters)
         self._tied.add_up_gradients()
-        return means / (scale * self._averaged)
+        return means / scale
 
     @torch.no_grad()
     def means(self, batch: Sequence[PassInputs]) -> Tensor:
