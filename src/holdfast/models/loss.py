@@ -2,7 +2,7 @@
 
 The last matrix product and the loss are one autograd function that works through the tokens in chunks and computes the
 gradients of hidden states and of the output matrix on the way, so that backward only scales them. The vocabulary may be sharded
-over ranks: `VocabShard` holds this rank's row range and the collectives, so that this file needs no torch.distributed.
+over ranks: `VocabShard` holds the range of this rank's rows and the collectives over the shards.
 
 A chunk is worked through in place, operation by operation, or by three compiled kernels that read the logits in the compute type
 and write their gradient over them: as few bytes as this takes without a kernel of our own.
