@@ -163,7 +163,7 @@ def test_a_failing_rank_is_named_once_with_its_cause(prefix, tmp_path):
         "if os.environ.get('RANK') == '1':\n"
         "    import holdfast.train.loop as loop\n"
         "    def broken(self): raise RuntimeError('the sample is cursed')\n"
-        "    loop._Run.one_step = broken\n"
+        "    loop.TrainingRun.one_step = broken\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "holdfast.cli", "train", "--nproc-per-node", "2", "--max-restarts", "1"]

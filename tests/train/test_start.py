@@ -17,8 +17,9 @@ from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.config import read_config
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
-from holdfast.train.checks.preflight import open_run_folder, resolve
+from holdfast.train.checks.preflight import resolve
 from holdfast.train.command import parse
+from holdfast.train.run_folder.opening import open_run_folder
 from tests.corpus import VOCABULARY, write_dataset
 from tests.disks import small_disk
 

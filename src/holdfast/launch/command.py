@@ -106,7 +106,7 @@ def print_or_submit(options: SlurmOptions, run: Path, scripts: dict[str, str], c
     for script in scripts.values():
         slurm.check(script)
     if config is not None:
-        from holdfast.train.checks.preflight import open_run_folder
+        from holdfast.train.run_folder.opening import open_run_folder
 
         with open_run_folder(config):
             pass  # writes config.toml; the job claims the folder again when it starts

@@ -21,7 +21,7 @@ from holdfast.launch import node_links
 from holdfast.launch.training_job import TrainingJob, dataset_prefixes
 from holdfast.parallel.layout import layout_of
 from holdfast.system.cpu_features import DEFAULT, VARIABLE, WITHOUT_AMX, Probe, examine_amx, onednn_limit
-from holdfast.train.run_files.paths import with_absolute_paths
+from holdfast.train.run_folder.paths import with_absolute_paths
 
 Verdict = Literal["pass", "warn", "fail"]
 OLDEST_TORCH = (2, 11)

@@ -12,7 +12,7 @@ from pathlib import Path
 from holdfast.command_line import flags
 from holdfast.launch.training_job import TOKENIZER_KEYS
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.train.run_files.paths import absolute, existing
+from holdfast.train.run_folder.paths import absolute, existing
 
 # `holdfast preprocess` exits with this code when it skipped bad lines, as the user allowed.
 SKIPPED_LINES = 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.config import Config
 from holdfast.parallel.layout import ParallelLayout, check_layout, layout_of
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.train.run_files.paths import is_weight, with_absolute_paths
+from holdfast.train.run_folder.paths import is_weight, with_absolute_paths
 
 TOKENIZER_KEYS = ("vocab_file", "merge_file", "tokenizer_model")
 

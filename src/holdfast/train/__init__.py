@@ -1,1 +1,4 @@
-"""Training: the loop and what it is made of. `torchrun -m holdfast.train CONFIG.toml` is one rank of it."""
+"""Training: `command` starts and supervises the ranks of a node, `loop` is what each rank runs.
+
+`torchrun -m holdfast.train CONFIG.toml` runs one rank without the supervisor.
+"""

@@ -2,16 +2,16 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from json import dumps
 from pathlib import Path
 from typing import Any
 
 from holdfast.command_line import flags
 from holdfast.config import Config, config_to_toml
-from holdfast.system.errors import REFUSED, HoldfastError, UsageError
+from holdfast.system.errors import UsageError
 from holdfast.system.progress import count_of, log
 
 
@@ -48,14 +48,14 @@ class TrainOptions:
 
     @staticmethod
     def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-        from holdfast.train.checks.identity import read_run_config
+        from holdfast.train.run_folder.identity import read_run_config
 
         read = {"config": read_run_config(given["file"])} if given.get("file") else {}
         return {"vocab_size_given": "vocab_size" in given, **read}
 
 
 def parse(arguments: Sequence[str]) -> TrainOptions:
-    """The options of a command line; their `config` is what file and flags make together."""
+    """The options of a command line; `config` is the file with the flags applied."""
     return flags.parse(TrainOptions, "holdfast train", arguments)
 
 
@@ -63,14 +63,12 @@ def train_command(options: TrainOptions) -> None:
     if options.print_config:
         print(config_to_toml(options.config, comments=True), end="")
         return
-    config = take_slurm(options.config)
-    from holdfast.train.checks.host_checks import check_host
-    from holdfast.train.checks.preflight import check_data, check_run_folder, open_run_folder, resolve
+    from holdfast.train.checks.host import check_host
+    from holdfast.train.checks.preflight import check_data, resolve
+    from holdfast.train.run_folder.opening import check_run_folder, open_run_folder
 
-    config, layout = resolve(config, vocab_size_given=options.vocab_size_given)
+    config, layout = resolve(take_slurm(options.config), vocab_size_given=options.vocab_size_given)
     if options.dry_run:
-        from json import dumps
-
         from holdfast.train.checks.estimate import describe
 
         description = describe(config, layout)
@@ -80,19 +78,23 @@ def train_command(options: TrainOptions) -> None:
     converts = _loads_other_format(config)
     check_run_folder(config)
     warnings = check_host(config)
-    nodes = f" on node {config.parallel.node_rank} of {config.parallel.nnodes}" if config.parallel.nnodes > 1 else ""
-    into = f", run folder {config.train.save}" if config.train.save else ""
-    for line in (f"starting {count_of(config.parallel.nproc_per_node, 'rank')}{nodes}{into}", *warnings):
+    for line in (_start_line(config), *warnings):
         log(line)
-    with _quiet_interrupt():
-        from holdfast.train.run_files.result import print_result
-        from holdfast.train.supervisor import start_ranks
+    with _interrupt_exits():
+        from holdfast.train.run_folder.result import print_result
+        from holdfast.train.supervisor import run_ranks
     with open_run_folder(config) as config, print_result(config.train.save) if options.json else nullcontext():
         if converts:
             from holdfast.conversion.for_training import with_converted_load
 
             config = with_converted_load(config)
-        start_ranks(config)
+        run_ranks(config)
+
+
+def _start_line(config: Config) -> str:
+    parallel, save = config.parallel, config.train.save
+    node = f" on node {parallel.node_rank} of {parallel.nnodes}" if parallel.nnodes > 1 else ""
+    return f"starting {count_of(parallel.nproc_per_node, 'rank')}{node}" + (f", run folder {save}" if save else "")
 
 
 def _loads_other_format(config: Config) -> bool:
@@ -103,8 +105,16 @@ def _loads_other_format(config: Config) -> bool:
     return loads_other_format(config)
 
 
+def refuse_other_format(config: Config) -> None:
+    """Raises if --load names a checkpoint of another format: ranks under torchrun do not convert it."""
+    if _loads_other_format(config):
+        from holdfast.conversion.for_training import refuse
+
+        refuse(Path(str(config.train.load)))
+
+
 @contextmanager
-def _quiet_interrupt() -> Iterator[None]:
+def _interrupt_exits() -> Iterator[None]:
     """While torch is imported, Ctrl-C ends the process at once: an exception inside a C extension's import prints tracebacks."""
 
     def leave(*_: object) -> None:
@@ -119,7 +129,7 @@ def _quiet_interrupt() -> Iterator[None]:
 
 
 def take_slurm(config: Config) -> Config:
-    """Under srun with one task per node, the nodes and this one's number come from Slurm where no flag gave them."""
+    """Takes nnodes and node_rank from Slurm under srun with one task per node, unless flags set them."""
     nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if config.parallel.nnodes != 1 or nodes == 1 or tasks != nodes:
@@ -129,55 +139,3 @@ def take_slurm(config: Config) -> Config:
     node = int(os.environ["SLURM_NODEID"])
     log(f"slurm: {nodes} nodes, this is node {node}, rendezvous at {config.parallel.rdzv_endpoint}")
     return replace(config, parallel=replace(config.parallel, nnodes=nodes, node_rank=node))
-
-
-def worker_main() -> None:
-    """`python -m holdfast.train`: one rank, started by the supervisor or by torchrun."""
-    supervised = "HOLDFAST_SUPERVISED" in os.environ
-    if supervised:
-        from holdfast.train.run_files.rank_log import redirect_output
-
-        redirect_output()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the supervisor starts ranks with its signals blocked
-    try:
-        _run_rank(supervised)
-    except HoldfastError as error:
-        log(f"holdfast: error: {error}")
-        os._exit(2 if isinstance(error, UsageError) else 1)
-    except RuntimeError as error:
-        if not str(error).startswith(REFUSED):
-            _fail()
-        if not supervised:  # the supervisor reports it once for all ranks
-            log(f"holdfast: error: {str(error).removeprefix(REFUSED)}")
-        os._exit(1)
-    except Exception:
-        _fail()
-
-
-def _fail() -> None:
-    sys.excepthook(*sys.exc_info())
-    # At once: torch's communication threads may abort an interpreter that ends in the middle of a collective.
-    os._exit(1)
-
-
-def _run_rank(supervised: bool) -> None:
-    from holdfast.train.checks.host_checks import check_memory
-    from holdfast.train.checks.preflight import check_data, open_run_folder, resolve
-    from holdfast.train.worker import run_worker
-
-    options = parse(sys.argv[1:])
-    given = supervised or options.vocab_size_given  # the supervisor has settled vocab_size
-    config, _ = resolve(options.config, int(os.environ.get("WORLD_SIZE", "1")), given)
-    if not supervised and config.train.save and os.environ.get("LOCAL_RANK", "0") == "0":
-        for warning in check_memory(config.snapshot.snapshot_dir):
-            log(warning)
-    if supervised or os.environ.get("RANK", "0") != "0":
-        run_worker(config)
-        return
-    check_data(config, options.force)
-    if _loads_other_format(config):
-        from holdfast.conversion.for_training import refuse
-
-        refuse(Path(str(config.train.load)))
-    with open_run_folder(config) as config:
-        run_worker(config)

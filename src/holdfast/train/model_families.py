@@ -1,4 +1,4 @@
-"""What differs between model families, for a loop that does not: the module, the samples, the arguments, what is summed up."""
+"""What differs between model families: the module, the samples, the arguments of the stages, the terms of the loss."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,10 +25,11 @@ from holdfast.train.schedule import batches_of
 from holdfast.train.step import PassInputs
 
 SplitSizes = tuple[int, int, int]
+"""Samples that the run needs from the training, validation and test split."""
 
 
 @dataclass(frozen=True)
-class Source:
+class BatchSource:
     """Where a family's micro batches come from."""
 
     splits: Sequence[Any]
@@ -43,11 +44,11 @@ class Family:
 
     model: type[GPT] | type[BERT]
     terms: tuple[str, ...]
-    """What the last stage sums up over the samples: losses, by names that end so, and what is only told. The run's loss is the
-    sum of the losses, each a mean over its own targets."""
+    """What the last stage sums over the samples: losses, whose names end in "loss", and values that are only reported. The run's
+    loss is the sum of the losses, each a mean over its own targets."""
     predicted: float
-    """Share of the tokens that the output matrix is multiplied with."""
-    source: Callable[[Config, SplitSizes], Source]
+    """Fraction of the tokens that the output matrix is multiplied with."""
+    source: Callable[[Config, SplitSizes], BatchSource]
 
 
 def family_of(config: Config) -> Family:
@@ -65,7 +66,7 @@ def compute_dtype(config: Config) -> torch.dtype:
 def build_stage(
     config: Config, stage: int, tensor: int, vocab_size: int, dtype: torch.dtype = torch.float32
 ) -> GPT | BERT:
-    """One pipeline stage, without memory for its weights."""
+    """One pipeline stage on the meta device, without memory for its weights."""
     stages = stage_layers(config.model, config.parallel)
     with torch.device("meta"):
         return family_of(config).model(
@@ -101,10 +102,10 @@ def build_stages(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]
     return stages
 
 
-def gpt_source(config: Config, wanted: SplitSizes) -> Source:
+def gpt_source(config: Config, sizes: SplitSizes) -> BatchSource:
     data = config.data
     splits = build_gpt_splits(
-        data.data_path, data.split, data.seq_length, config.train.seed, wanted, data.data_cache_path
+        data.data_path, data.split, data.seq_length, config.train.seed, sizes, data.data_cache_path
     )
     tokenizer = tokenizer_of(config)
     rules = DocumentRules(
@@ -114,7 +115,7 @@ def gpt_source(config: Config, wanted: SplitSizes) -> Source:
         data.eod_mask_loss,
     )
     inputs = functools.partial(gpt_inputs, data.eod_mask_loss)
-    return Source(splits, functools.partial(GPTBatches, rules=rules), inputs)
+    return BatchSource(splits, functools.partial(GPTBatches, rules=rules), inputs)
 
 
 def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInputs:
@@ -130,7 +131,7 @@ def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInp
     return PassInputs(here.tokens, everywhere, at_loss, counted)
 
 
-def bert_source(config: Config, wanted: SplitSizes) -> Source:
+def bert_source(config: Config, sizes: SplitSizes) -> BatchSource:
     data = config.data
     tokenizer = tokenizer_of(config)
     assert tokenizer is not None  # checked before any rank started
@@ -146,21 +147,21 @@ def bert_source(config: Config, wanted: SplitSizes) -> Source:
         data.split,
         data.seq_length,
         config.train.seed,
-        wanted,
+        sizes,
         BertVocabulary.of(tokenizer),
         rules,
         data.data_cache_path,
     )
-    return Source(splits, BertBatches, functools.partial(bert_inputs, max_predictions(config), binary))
+    return BatchSource(splits, BertBatches, functools.partial(bert_inputs, max_predictions(config), binary))
 
 
 def max_predictions(config: Config) -> int:
-    """No sample has more tokens to predict."""
+    """The largest number of tokens that any sample predicts."""
     return Masking(config.data.masked_lm_prob).most(config.data.seq_length - SPECIAL_TOKENS)
 
 
 def bert_inputs(most: int, binary: bool, micro: BertMicroBatch, device: torch.device) -> PassInputs:
-    """A BERT micro batch as arguments of the stages: `most` places per sample, of which those with weight 1 are predicted."""
+    """A BERT micro batch as arguments of the stages: `most` positions per sample; those with weight 1 are predicted."""
     places = micro.loss_mask.sort(dim=1, descending=True, stable=True).indices[:, :most]
     weights = micro.loss_mask.gather(1, places)
     masked, pairs = weights.sum(), torch.tensor(float(len(places)))
@@ -177,15 +178,15 @@ def bert_inputs(most: int, binary: bool, micro: BertMicroBatch, device: torch.de
 
 
 class BatchFeed:
-    """This rank's micro batches of any step: a pure function of how many samples were consumed."""
+    """This rank's micro batches of any step: a pure function of the number of consumed samples."""
 
     def __init__(self, config: Config, grid: Grid) -> None:
         train, data = config.train, config.data
         batches = batches_of(config, grid.layout.data)
         iterations = batches.iterations(train.train_iters)
         evaluations = iterations // train.eval_interval if train.eval_interval else 0
-        wanted = (batches.total_samples, evaluations * train.eval_iters * batches.full, 0)
-        source = family_of(config).source(config, wanted)
+        sizes = (batches.total_samples, evaluations * train.eval_iters * batches.full, 0)
+        source = family_of(config).source(config, sizes)
         self._inputs, self._device = source.inputs, grid.device
         if source.splits[0] is None:
             raise HoldfastError(f"split '{data.split}' leaves no documents for training")
@@ -207,7 +208,6 @@ class BatchFeed:
         assert self._training is not None
         return [self._inputs(micro, self._device) for micro in self._training.get(consumed_samples, size)]
 
-    def validation(self, start: int, size: int) -> list[PassInputs] | None:
-        if self._validation is None:
-            return None
+    def validation(self, start: int, size: int) -> list[PassInputs]:
+        assert self._validation is not None
         return [self._inputs(micro, self._device) for micro in self._validation.get(start, size)]

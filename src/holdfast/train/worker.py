@@ -1,4 +1,4 @@
-"""One rank: joins the others, builds its part, trains. What went wrong is written where the supervisor finds it."""
+"""One rank: joins the process group, builds the training run, trains. The supervisor reads the error file of a failed rank."""
 
 import os
 import warnings
@@ -16,26 +16,59 @@ from holdfast.parallel.mesh import build_grid, pick_device
 from holdfast.system.cpu_features import avoid_amx_traps
 from holdfast.system.errors import REFUSED, HoldfastError
 from holdfast.system.progress import log
-from holdfast.train.loop import Outcome, log_start, run_rank
+from holdfast.train.loop import TrainingRun
 from holdfast.train.model_families import BatchFeed
 
 
-class Refused(RuntimeError):
-    """A user's mistake that only a rank could find; restarting would not help."""
+class NoRestart(RuntimeError):
+    """A user's mistake that only a rank can find: the supervisor does not restart."""
 
 
 @record
-def run_worker(config: Config) -> Outcome:
-    """Runs this process as the rank that the environment says (RANK, WORLD_SIZE, MASTER_ADDR...; alone without them)."""
+def run_worker(config: Config) -> None:
+    """Runs this process as the rank that RANK, WORLD_SIZE, MASTER_ADDR... describe; without them as the only rank."""
     try:
-        return _run(config)
+        _run(config)
     except HoldfastError as error:
-        raise Refused(f"{REFUSED}{error}") from error
+        raise NoRestart(f"{REFUSED}{error}") from error
+
+
+def _run(config: Config) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
+    device = pick_device()
+    _set_up_torch(config, device)
+    layout = layout_of(config.parallel, int(os.environ["WORLD_SIZE"]))
+    join_ranks(device, timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    grid = build_grid(layout, device)
+    feed = BatchFeed(config, grid)
+    log(f"training {config.model.model_type} on {layout.words()}")
+    run = TrainingRun(config, grid, feed)
+    finished = run.train()
+    dist.barrier()
+    log(f"finished after step {run.progress.step}" if finished else f"stopped on request at step {run.progress.step}")
+    # Not after a failure: the other ranks would notice the lost connection and fail before the cause is reported.
+    dist.destroy_process_group()
+
+
+def _set_up_torch(config: Config, device: torch.device) -> None:
+    """Warnings, determinism, threads and matrix precision."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cpu" and (config.train.bf16 or config.train.fp16):
+        avoid_amx_traps()
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+    torch.set_float32_matmul_precision("high")
 
 
 def join_ranks(device: torch.device, timeout: timedelta) -> None:
-    """Makes the process group. The supervisor's store outlives a restart, and with it the addresses of dead ranks: each attempt
-    gets names of its own, or a rank that starts quickly would call a process that is no more."""
+    """Makes the process group. The supervisor's store survives a restart and still holds the addresses of dead ranks, so each
+    attempt uses its own prefix."""
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
@@ -45,31 +78,3 @@ def join_ranks(device: torch.device, timeout: timedelta) -> None:
         world_size=world,
         timeout=timeout,
     )
-
-
-def _run(config: Config) -> Outcome:
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    device = pick_device()
-    if device.type == "cpu" and (config.train.bf16 or config.train.fp16):
-        avoid_amx_traps()
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
-    torch.set_float32_matmul_precision("high")
-    layout = layout_of(config.parallel, int(os.environ["WORLD_SIZE"]))
-    join_ranks(device, timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    grid = build_grid(layout, device)
-    feed = BatchFeed(config, grid)
-    log_start(config, layout)
-    outcome = run_rank(config, grid, feed)
-    dist.barrier()
-    log(f"finished after step {outcome.step}" if outcome.finished else f"stopped on request at step {outcome.step}")
-    # Not after a failure: the others must not notice, and fail themselves, before the cause has been told.
-    dist.destroy_process_group()
-    return outcome

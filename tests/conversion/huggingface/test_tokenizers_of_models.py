@@ -16,8 +16,8 @@ from holdfast.config import Config, DataConfig, TrainConfig, read_config
 from holdfast.conversion.for_training import loads_other_format
 from holdfast.generation.loading import load_model
 from holdfast.system.errors import HoldfastError
-from holdfast.train.checks.identity import read_run_config
 from holdfast.train.checks.preflight import resolve
+from holdfast.train.run_folder.identity import read_run_config
 from tests.conversion.holdfast_runs import GPT2_TINY, LLAMA_TINY, VOCABULARY, build_gpt, write_run
 from tests.conversion.test_holdfast_checkpoint import byte_level_tokenizer
 from tests.corpus import write_dataset

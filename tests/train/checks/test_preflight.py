@@ -42,10 +42,10 @@ def test_every_layout_problem_is_named_at_once(prefix):
     assert "global_batch_size 3 is not divisible by micro_batch_size 2" in said
 
 
-def test_what_bert_has_no_use_for_is_refused(prefix):
+def test_keys_that_apply_to_gpt_only_are_refused_for_bert(prefix):
     bert = ("--model-type", "bert", "--data-path", str(prefix))
     said = refusal(*bert, "--position-embedding-type", "rope", "--reset-position-ids", "--masked-lm-prob", "0")
-    assert "BERT has learned positions" in said and "reset_position_ids is for GPT" in said
+    assert "BERT has learned positions" in said and "reset_position_ids applies to GPT" in said
     assert "masked_lm_prob 0.0 is not a share" in said
     assert "give vocab_file" in refusal(*bert)
 

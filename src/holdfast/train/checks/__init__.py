@@ -1,1 +1,1 @@
-"""What is checked before the ranks start: configuration, host, memory, and that the run is the same run."""
+"""Checks before the ranks start: ranges, configuration, data, host; and the description of a layout for --dry-run."""

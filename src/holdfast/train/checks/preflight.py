@@ -1,32 +1,26 @@
-"""Everything that can be refused before a rank starts: the configuration is completed, checked and described here.
+"""Completes and checks the configuration and the data before any rank starts.
 
-`resolve` fills in what the user left to be derived (vocabulary size, batch size), so that the run's config.toml says it all.
+`resolve` derives the values that the user left unset (vocabulary size, batch size), so that the run's config.toml is complete.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from holdfast.assets import fetching
-from holdfast.config import Config, config_to_toml, read_config
+from holdfast.config import Config, read_config
 from holdfast.parallel.layout import ParallelLayout, check_layout, layout_of
-from holdfast.system.atomic_files import publish_text
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
-from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
-from holdfast.system.run_claim import claim_run
 from holdfast.tokenizers import Tokenizer, build_tokenizer, read_recipe
 from holdfast.tokenizers.folder import FILE_KEYS, describe, recipe_of
 from holdfast.train.checks.bounds import check_bounds
-from holdfast.train.checks.identity import adopt_tokenizer, carry_identity, differences, tokenizer_names
-from holdfast.train.run_files.paths import with_absolute_paths
-from holdfast.train.run_files.run_state import has_state, refuse_live_ranks
+from holdfast.train.run_folder.identity import adopt_tokenizer, differences, tokenizer_names
 from holdfast.train.schedule import batches_of, schedule_of
 
 
 def tokenizer_of(config: Config) -> Tokenizer | None:
-    """The run's tokenizer, its files fetched where they are names or URLs; None if the configuration names none."""
+    """The run's tokenizer; None if the configuration names none. Fetches files that are given as catalog names or URLs."""
     data = config.data
     if not (data.vocab_file or data.merge_file or data.tokenizer_model):
         return None
@@ -38,7 +32,7 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
 
 
 def resolve(config: Config, world: int | None = None, vocab_size_given: bool = False) -> tuple[Config, ParallelLayout]:
-    """The complete configuration and its layout, or a HoldfastError that says what cannot work.
+    """The complete configuration and its layout; a HoldfastError lists what cannot work.
 
     `vocab_size_given`: the user gave vocab_size on the command line, and not only in a file made for another tokenizer.
     """
@@ -66,7 +60,7 @@ def resolve(config: Config, world: int | None = None, vocab_size_given: bool = F
 
 
 def choose_vocab_size(config: Config, tokens: int, given: bool) -> int:
-    """The tokenizer's size, unless the user asked for more rows, or the run has them already."""
+    """The tokenizer's size, unless the user gives a larger one or the run already has one."""
     size = config.model.vocab_size
     if size is None or size == tokens:
         return tokens
@@ -83,16 +77,14 @@ def choose_vocab_size(config: Config, tokens: int, given: bool) -> int:
 
 
 def check_bert(config: Config) -> None:
-    """Refuses what has a meaning for GPT only."""
+    """Refuses keys that apply to GPT only."""
     model, data = config.model, config.data
     problems = []
     if model.position_embedding_type != "learned_absolute":
         problems.append("BERT has learned positions: leave position_embedding_type unset")
     for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if getattr(data, key):
-            problems.append(f"{key} is for GPT, whose samples cross documents; BERT's do not")
-    if config.parallel.context_parallel_size > 1:
-        problems.append("context_parallel_size is for GPT: leave it at 1")
+            problems.append(f"{key} applies to GPT, whose samples cross documents; leave it unset for BERT")
     if not 0 < data.masked_lm_prob <= 1:
         problems.append(f"masked_lm_prob {data.masked_lm_prob} is not a share between 0 and 1")
     if problems:
@@ -100,14 +92,14 @@ def check_bert(config: Config) -> None:
 
 
 def check_data(config: Config, force: bool = False) -> None:
-    """The dataset is there, its token ids fit the vocabulary, and the tokenizer made it (`force`: or another one)."""
+    """Raises if the dataset is missing, exceeds the vocabulary, or was made with another tokenizer (with `force`: warns)."""
     from holdfast.data.indexed import IndexedDataset
     from holdfast.data.samples.blend import parse_data_path
     from holdfast.data.samples.gpt import check_token_range
 
     assert config.model.vocab_size is not None
     if config.model.model_type == "bert" and tokenizer_of(config) is None:
-        raise HoldfastError("BERT masks tokens while it trains and needs the tokenizer: give vocab_file")
+        raise HoldfastError("BERT masks tokens during training and needs the tokenizer: give vocab_file")
     prefixes = parse_data_path(config.data.data_path).prefixes
     if names := tokenizer_names(config.data):
         check_tokenizer(prefixes, names, warn=force or continues_run(config))
@@ -116,7 +108,7 @@ def check_data(config: Config, force: bool = False) -> None:
 
 
 def check_tokenizer(prefixes: Sequence[str], names: Mapping[str, str], warn: bool) -> None:
-    """Refuses data that another tokenizer made, as far as a PREFIX.json beside the data says what made it."""
+    """Refuses data that another tokenizer made, where a PREFIX.json beside the data records the tokenizer."""
     from holdfast.data.preprocess.provenance import tokenizer_of_data
 
     recipe = recipe_of(names)
@@ -142,50 +134,8 @@ def check_tokenizer(prefixes: Sequence[str], names: Mapping[str, str], warn: boo
 
 
 def continues_run(config: Config) -> bool:
-    """Whether the run folder holds this very run already."""
+    """Whether the run folder already holds this run."""
     folder = Path(config.train.save) if config.train.save else None
     if folder is None or not (folder / "config.toml").is_file():
         return False
     return not differences(folder, read_config(folder / "config.toml"), config)
-
-
-@contextmanager
-def open_run_folder(config: Config) -> Iterator[Config]:
-    """Owns the run folder while it is open: claims it, then writes config.toml (node 0). A folder that is refused is not
-    touched. Gives the configuration that the ranks use: it names the run's own copy of the tokenizer."""
-    if config.train.save is None:
-        yield config
-        return
-    folder, node = Path(config.train.save), config.parallel.node_rank
-    check_run_folder(config)
-    with claim_run(folder, f"node-{node}"):
-        check_run_folder(config)  # again: another start may have written it before the claim was won
-        refuse_live_ranks(folder, config.snapshot.snapshot_dir)
-        config = carry_identity(folder.absolute(), config)
-        if node == 0:
-            publish_text(folder / "config.toml", config_to_toml(with_absolute_paths(config)))
-        yield config
-
-
-def check_run_folder(config: Config) -> None:
-    """Refuses a --save folder that holds another run, or something that is not a run. Writes nothing."""
-    if config.train.save is None:
-        return
-    folder = Path(config.train.save)
-    existing = folder / "config.toml"
-    if existing.exists():
-        differing = differences(folder, read_config(existing), config)
-        if differing and has_state(folder, config.snapshot.snapshot_dir):
-            raise HoldfastError(
-                f"{folder} holds another run: {'; '.join(differing)}. Choose another --save folder, or --load {folder} "
-                "--finetune to start from its weights"
-            )
-    elif folder.exists() and any(folder.iterdir()) and not _only_traces(folder):
-        raise HoldfastError(f"{folder} is not empty and not a run (no config.toml); choose another --save folder")
-
-
-def _only_traces(folder: Path) -> bool:
-    """Job files that a launcher put there first, or what a start left that ended before it wrote config.toml."""
-    if (folder / CLAIM_FOLDER).is_dir():
-        return True
-    return all(entry.suffix in (".log", ".out", ".sbatch", ".json", ".yaml", ".tmp") for entry in folder.iterdir())

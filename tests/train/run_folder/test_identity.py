@@ -18,9 +18,10 @@ from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import read_recipe
 from holdfast.tokenizers.folder import read_folder
 from holdfast.tokenizers.training import train_tokenizer
-from holdfast.train.checks.identity import carry_identity, read_run_config
-from holdfast.train.checks.preflight import check_data, open_run_folder, resolve
+from holdfast.train.checks.preflight import check_data, resolve
 from holdfast.train.command import parse
+from holdfast.train.run_folder.identity import carry_identity, read_run_config
+from holdfast.train.run_folder.opening import open_run_folder
 
 TEXTS = [f"the quick brown fox number {number} jumps over {number * 7} lazy dogs" for number in range(60)]
 

@@ -31,7 +31,7 @@ from holdfast.tokenizers.folder import (
     recipe_of,
 )
 from holdfast.tokenizers.recipe import Recipe
-from holdfast.train.run_files.paths import existing
+from holdfast.train.run_folder.paths import existing
 
 # Keys that decide what is computed. Others (how long, how cut, how reported) may differ between two starts of one run.
 IDENTITY: Mapping[str, tuple[str, ...] | None] = {

@@ -1,7 +1,7 @@
-"""A rank's output: everything goes to RUN/logs/rank-N.log, and the lines of `say` also to the terminal.
+"""A rank's output: everything goes to RUN/logs/rank-N.log, and the lines of `log` also to the terminal.
 
-Libraries below Python (gloo, NCCL, oneDNN) write to the descriptors 1 and 2, so those are redirected, before torch is
-imported. The log is appended to; a header line begins each start of the rank.
+Native libraries (gloo, NCCL, oneDNN) write to the descriptors 1 and 2, so these are redirected before torch is imported. Each
+start of the rank appends a header line and its output.
 """
 
 import os
@@ -21,7 +21,7 @@ def rank_log(folder: Path, rank: int | str) -> Path:
 
 
 def redirect_output() -> None:
-    """Sends this rank's stdout and stderr to its log. Does nothing where the supervisor named no folder, or it is full."""
+    """Redirects this rank's stdout and stderr to its log. Does nothing if the supervisor set no folder or the disk is full."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return
@@ -39,7 +39,7 @@ def redirect_output() -> None:
 
 
 def last_lines(path: Path) -> list[str]:
-    """The last lines that the newest start of a rank wrote, without the iteration lines, shortened to a screen's width."""
+    """The last lines of the newest start of a rank, without iteration lines, each shortened to SHOWN_COLUMNS."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
-from holdfast.train.run_files.result import print_result
+from holdfast.train.run_folder.result import print_result
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""The run folder: claiming and opening it, what identifies the run, its absolute paths, and its result."""
