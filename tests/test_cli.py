@@ -162,7 +162,7 @@ def test_print_config_is_complete_and_reloads(tmp_path):
     assert done.returncode == 0, done.stderr
     file = tmp_path / "printed.toml"
     file.write_text(done.stdout)
-    assert "# Transformer layers." in done.stdout and "num_layers = 7" in done.stdout
+    assert "# Number of transformer layers." in done.stdout and "num_layers = 7" in done.stdout
     assert holdfast("train", str(file), "--print-config").stdout == done.stdout
 
 

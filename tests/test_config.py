@@ -35,7 +35,7 @@ def test_every_key_is_unique_across_sections_and_has_a_help_text():
         ("[model]\nnum_layer = 3", "perhaps you meant 'num_layers'"),
         ("[model]\nlr = 3.0", "it belongs in [optimizer]"),
         ("[modell]\nnum_layers = 3", "unknown section [modell]; perhaps you meant 'model'"),
-        ("num_layers = 3", "num_layers stands outside of any section; it belongs in [model]"),
+        ("num_layers = 3", "num_layers is outside of any section; it belongs in [model]"),
         ("num_layer = 3", "unknown key 'num_layer'; perhaps you meant 'num_layers'"),
         ("[num_layers]\nvalue = 3", "num_layers is a key, not a section; write num_layers = ... under [model]"),
         ("model = 3", "model is a section; write [model] and its keys below"),

@@ -39,7 +39,7 @@ MAY_SEE["demo"] = ALL - {"bench"}
 MAY_SEE["bench"] = ALL - {"demo", "launch"}
 
 MAX_LINES = 400
-LONG_FILES = {"config.py", "snapshot/memory/arena.py", "snapshot/snapshots.py"}
+LONG_FILES = {"snapshot/memory/arena.py", "snapshot/snapshots.py"}
 VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 # Class names that several packages use; the package name tells them apart.
 SHARED_CLASS_NAMES = {"Report", "Source", "State"}

@@ -44,7 +44,7 @@ def test_the_wheel_carries_every_configuration_and_finds_them_by_name(unpacked, 
         done = installed(unpacked, tmp_path, "train", name, "--print-config")
         assert (done.returncode, done.stdout) == (0, expected), done.stderr
     shown = installed(unpacked, tmp_path, "train", "--help").stdout
-    assert "Transformer layers. (default: 12)" in shown
+    assert "Number of transformer layers. (default: 12)" in shown
 
 
 def test_the_wheel_contains_every_file_of_the_package(unpacked):

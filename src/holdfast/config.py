@@ -1,8 +1,8 @@
-"""The configuration of a run: dataclasses, the TOML file and the command line, three views of the same keys.
+"""The configuration of a run: dataclasses, TOML file and command line have the same keys.
 
-Sections are dataclasses; keys carry Megatron's argument names and are unique across sections, so each key is also a flag. The
-string under a field is its help, on the command line and as comment in the printed file. A value that is None is unset: the
-file shows it commented out, and the code that needs it derives it from the others.
+Each section is a dataclass. Keys have Megatron's argument names and are unique across sections, so each key is also a flag. The
+string under a field is its help text, on the command line and as comment in the printed file. None means unset: the file shows
+the key commented out, and the code that needs the value derives it from other keys.
 """
 
 import difflib
@@ -10,7 +10,7 @@ import inspect
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -20,161 +20,155 @@ from holdfast.system.errors import UsageError
 from holdfast.system.field_docs import field_docs
 
 TokenizerType = Literal[
-    "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-]
+    "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "HuggingFaceTokenizer",
+    "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The function that is trained: its family and its shapes."""
+    """The model: its family and its shapes."""
 
     model_type: Literal["gpt", "bert"] = "gpt"
-    """Family: gpt (decoder, next token) or bert (encoder, masked tokens and sentence pairs)."""
+    """Model family: gpt (decoder, predicts the next token) or bert (encoder, predicts masked tokens and sentence pairs)."""
     num_layers: int = 12
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: int = 768
-    """Width of the residual stream."""
+    """Width of the hidden states."""
     num_attention_heads: int = 12
-    """Attention heads; must divide hidden_size unless kv_channels is given."""
+    """Number of attention heads. Must divide hidden_size unless kv_channels is set."""
     ffn_hidden_size: int | None = None
-    """Width inside the MLP. Unset: 4 × hidden_size, or 8/3 × hidden_size rounded down to 64 with swiglu."""
+    """Inner width of the MLP. Unset: 4 × hidden_size; with swiglu 8/3 × hidden_size, rounded down to a multiple of 64."""
     num_query_groups: int | None = None
-    """Key/value heads shared by groups of query heads (GQA). Unset: as many as heads."""
+    """Number of key/value heads, each shared by a group of query heads (GQA). Unset: num_attention_heads."""
     kv_channels: int | None = None
-    """Width of one head. Unset: hidden_size / num_attention_heads."""
+    """Width of one attention head. Unset: hidden_size / num_attention_heads."""
     max_position_embeddings: int | None = None
-    """Longest sequence the positions allow. Unset: seq_length."""
+    """Longest sequence that the model accepts, in tokens. Unset: seq_length."""
     position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """Learned positions (GPT-2, GPT-3, BERT) or rotary ones (Llama)."""
+    """Position encoding: learned embeddings (GPT-2, GPT-3, BERT) or rotary (Llama)."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Norm in front of each block and at the end."""
+    """Norm before each block and after the last layer."""
     norm_epsilon: float = 1e-5
-    """Epsilon inside the norms."""
+    """Epsilon of the norms."""
     openai_gelu: bool = False
-    """GELU by its tanh approximation, as GPT-2 has it, instead of the exact one."""
+    """Compute GELU by its tanh approximation, as GPT-2 does, instead of exactly."""
     swiglu: bool = False
-    """Gated MLP with SiLU (Llama) instead of GELU."""
+    """Use a gated MLP with SiLU (Llama) instead of GELU."""
     untie_embeddings_and_output_weights: bool = False
-    """A separate output matrix instead of the transposed embedding."""
+    """Use a separate output matrix instead of the transposed embedding."""
     disable_bias_linear: bool = False
-    """Linear layers without bias (Llama)."""
+    """Use linear layers without bias (Llama)."""
     hidden_dropout: float = 0.0
-    """Dropout on embeddings and on what each block adds. Megatron's default is 0.1; most runs today use none."""
+    """Dropout probability of the embeddings and of each block's output. Megatron's default is 0.1."""
     attention_dropout: float = 0.0
-    """Dropout on attention weights."""
+    """Dropout probability of the attention weights. Megatron's default is 0.1."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights; output layers of blocks get it divided by sqrt(2 × num_layers)."""
+    """Standard deviation of the initial weights. Output layers of blocks: divided by sqrt(2 × num_layers)."""
     vocab_size: int | None = None
-    """Number of tokens. Unset: taken from the tokenizer."""
+    """Number of tokens in the vocabulary. Unset: taken from the tokenizer."""
     make_vocab_size_divisible_by: int = 128
-    """The embedding has a multiple of this × tensor_model_parallel_size rows; padded tokens are never predicted."""
+    """Pad the embedding to a multiple of this × tensor_model_parallel_size rows. Padded rows are never predicted."""
     bert_variant: Literal["megatron", "original"] = "megatron"
-    """BERT with the norm before each block (Megatron) or after it (the original)."""
+    """BERT: norm before each block (megatron) or after it (original)."""
     bert_no_binary_head: bool = False
-    """BERT without pooler and next-sentence head."""
+    """BERT: leave out the pooler and the next-sentence head."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the tokens come from."""
+    """The training data and its tokenizer."""
 
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."""
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test, relative to their sum."""
+    """Fractions of the documents for training, validation and test, relative to their sum."""
     seq_length: int = 1024
-    """Tokens per sample."""
+    """Length of a sample in tokens."""
     tokenizer_type: TokenizerType = "GPT2BPETokenizer"
-    """Kind of tokenizer that made the data."""
+    """Type of the tokenizer that made the data."""
     vocab_file: str | None = None
-    """vocab.json (GPT-2) or vocab.txt (BERT); a catalog name works too."""
+    """vocab.json (GPT-2) or vocab.txt (BERT): a file, a URL or a catalog name."""
     merge_file: str | None = None
-    """merges.txt (GPT-2)."""
+    """merges.txt (GPT-2): a file, a URL or a catalog name."""
     tokenizer_model: str | None = None
     """tokenizer.json or its folder, a SentencePiece model, or a tiktoken file."""
     data_cache_path: str | None = None
-    """Folder of the sample indices. Unset: beside the data."""
+    """Folder for the sample indices. Unset: beside the data."""
     reset_position_ids: bool = False
-    """Positions start again after each end-of-document token."""
+    """GPT: restart positions after each end-of-document token."""
     reset_attention_mask: bool = False
-    """Attention does not cross an end-of-document token."""
+    """GPT: do not attend across end-of-document tokens."""
     eod_mask_loss: bool = False
-    """No loss on end-of-document tokens."""
+    """GPT: exclude end-of-document tokens from the loss."""
     num_workers: int = 2
-    """Threads that prefetch batches; 0 loads in the training thread."""
+    """Number of threads that prefetch batches. 0: load in the training thread."""
     masked_lm_prob: float = 0.15
-    """BERT: share of the tokens that are masked."""
+    """BERT: fraction of the tokens to mask."""
     short_seq_prob: float = 0.1
-    """BERT: probability that a sample is made shorter than seq_length."""
+    """BERT: probability that a sample is shorter than seq_length."""
     bert_sentence_order: bool = False
-    """BERT: the second head tells swapped from ordered segments instead of random from next ones."""
+    """BERT: the second head classifies swapped against ordered segments, instead of random against next ones."""
     bert_whole_word_mask: bool = False
-    """BERT: all pieces of a word are masked together."""
+    """BERT: mask all pieces of a word together."""
     bert_max_ngrams: int = 1
-    """BERT: longest run of words masked together."""
+    """BERT: longest sequence of words that is masked together."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, in what portions, at which precision, and what is kept."""
+    """Length, batch size, precision, evaluation and checkpoints."""
 
     train_iters: int | None = None
-    """Number of optimizer steps."""
+    """Number of optimizer steps. Give this or train_samples."""
     train_samples: int | None = None
-    """Number of samples, instead of train_iters."""
+    """Number of training samples. Give this or train_iters."""
     micro_batch_size: int = 1
-    """Samples that one rank computes at once."""
+    """Samples per forward and backward pass of one rank."""
     global_batch_size: int | None = None
     """Samples per step over all ranks. Unset: micro_batch_size × data-parallel size."""
     rampup_batch_size: tuple[int, ...] = ()
-    """START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."""
+    """START INCREMENT SAMPLES: the global batch size grows from START in steps of INCREMENT over SAMPLES samples."""
     seed: int = 1234
-    """Decides weights, sample order and dropout."""
+    """Random seed of initial weights, sample order and dropout."""
     fp16: bool = False
-    """Compute in fp16 with dynamic loss scaling; weights stay fp32."""
+    """Compute in fp16 with dynamic loss scaling. Weights, gradients and optimizer state stay in fp32."""
     bf16: bool = False
-    """Compute in bf16; weights, gradients and optimizer stay fp32."""
+    """Compute in bf16. Weights, gradients and optimizer state stay in fp32."""
     eval_interval: int = 1000
-    """Steps between evaluations on the validation split; 0 never evaluates."""
+    """Steps between evaluations on the validation split. 0: never."""
     eval_iters: int = 10
-    """Batches per evaluation."""
+    """Number of batches per evaluation."""
     save: str | None = None
-    """Run folder: configuration, metrics, events, checkpoints."""
+    """Run folder for configuration, metrics, events and checkpoints. Unset: the run keeps nothing."""
     load: str | None = None
-    """Run or checkpoint folder to continue from. A run that finds its own state in `save` continues without it."""
+    """Run or checkpoint folder to start from. Not used if the run's own state is found in `save`."""
     save_interval: int | None = None
-    """Steps between checkpoints on disk; one is written at the end in any case."""
+    """Steps between checkpoints on disk. The last step is always saved."""
     keep_last: int | None = None
-    """Checkpoints to keep on disk, newest first. Unset: all."""
+    """Number of newest checkpoints to keep on disk. Unset: all."""
     keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this are kept whatever keep_last says."""
+    """Always keep checkpoints whose step is a multiple of this, whatever keep_last is."""
     finetune: bool = False
-    """Load the weights only and start at step 0."""
+    """With load: load only the weights and start at step 0."""
     no_load_optim: bool = False
-    """Load weights and step, but not the optimizer."""
+    """With load: load weights and step, but not the optimizer state."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in backward to save memory: none, the attention, or whole layers."""
+    """What to recompute in the backward pass to save memory: none, selective (attention) or full (whole layers)."""
     compile: bool | None = None
-    """torch.compile each layer. Unset: on CUDA yes, on CPU no."""
+    """Compile each layer with torch.compile. Unset: on CUDA only."""
     deterministic: bool = False
-    """Only deterministic kernels, so that a resumed run is bit-identical on CUDA too (it is on CPU anyway)."""
+    """Use deterministic kernels only: a resumed run is bit-identical on CUDA too. On CPU it always is."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights change."""
+    """Optimizer, learning rate and loss scale."""
 
     optimizer: Literal["adam", "lamb"] = "adam"
-    """AdamW, or LAMB for very large batches."""
+    """adam (AdamW), or lamb for very large batches."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -182,99 +176,99 @@ class OptimizerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "polynomial"] = "cosine"
     """Shape of the decay after the warm-up."""
     lr_decay_iters: int | None = None
-    """Steps until min_lr. Unset: the whole run."""
+    """Steps until min_lr is reached. Unset: the whole run."""
     lr_decay_samples: int | None = None
-    """Samples until min_lr, for runs given in samples."""
+    """Samples until min_lr is reached, with train_samples. Unset: the whole run."""
     lr_warmup_iters: int = 0
     """Steps of linear warm-up."""
     lr_warmup_samples: int = 0
-    """Samples of linear warm-up, for runs given in samples."""
+    """Samples of linear warm-up, with train_samples."""
     lr_warmup_fraction: float | None = None
-    """Warm-up as a share of the decay length, instead of lr_warmup_iters."""
+    """Warm-up as a fraction of the decay, instead of lr_warmup_iters."""
     lr_wsd_decay_iters: int | None = None
     """WSD: steps of the final decay."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential"] = "exponential"
     """WSD: shape of the final decay."""
     lr_poly_power: float = 0.5
-    """Exponent of the polynomial decay, (1 - progress) to this power; progress counts from the start of the warm-up."""
+    """Exponent of the polynomial decay (1 - progress)^power. Progress counts from the start of the warm-up."""
     weight_decay: float = 0.01
-    """Decoupled weight decay; biases and norms have none."""
+    """Decoupled weight decay. Biases and norms have none."""
     adam_beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment (Adam and LAMB)."""
     adam_beta2: float = 0.999
-    """Decay of the second moment."""
+    """Decay rate of the second moment (Adam and LAMB)."""
     adam_eps: float = 1e-8
     """Epsilon of Adam and LAMB."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 never clips."""
+    """Clip gradients to this global norm. 0: no clipping."""
     initial_loss_scale: float = 2.0**32
-    """fp16: first loss scale."""
+    """fp16: initial loss scale."""
     min_loss_scale: float = 1.0
     """fp16: smallest loss scale."""
     loss_scale_window: int = 1000
-    """fp16: steps without overflow until the scale doubles."""
+    """fp16: steps without overflow before the loss scale doubles."""
     hysteresis: int = 2
-    """fp16: overflows until the scale halves."""
+    """fp16: overflows before the loss scale halves."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model and the batch are cut over ranks, and how the ranks are started."""
+    """Parallel layout of model and batch, and the start of the ranks."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices."""
+    """Number of ranks over which each layer's matrices are sharded."""
     pipeline_model_parallel_size: int = 1
-    """Groups of consecutive layers, each on its own ranks."""
+    """Number of pipeline ranks, each with a consecutive group of layers."""
     num_virtual_stages_per_pipeline_rank: int = 1
-    """Stages per pipeline rank; more than one is the interleaved schedule."""
+    """Stages per pipeline rank. More than 1: interleaved schedule."""
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline stage, if stages are uneven."""
+    """Number of layers in the first pipeline stage. Unset: as many as in the others."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline stage, if stages are uneven."""
+    """Number of layers in the last pipeline stage. Unset: as many as in the others."""
     sequence_parallel: bool = False
-    """Norms and dropout work on a share of the sequence each (with tensor parallelism)."""
+    """With tensor parallelism: shard norms and dropout over the tokens of the sequence."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence (CUDA only)."""
+    """Not supported: must be 1. Use sequence_parallel and recompute_granularity for long sequences."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim_grads_params"] = "no_shard"
-    """Data parallelism with whole replicas (DDP) or with sharded weights, gradients and optimizer (FSDP2, ZeRO-3)."""
+    """no_shard: replicate the model (DDP). optim_grads_params: shard weights, gradients and optimizer (FSDP2, ZeRO-3)."""
     data_parallel_replicas: int = 1
-    """Sharded data parallelism only: number of replicas of each shard (hybrid sharding)."""
+    """With optim_grads_params: number of replicas of each shard (hybrid sharding)."""
     nproc_per_node: int = 1
-    """Ranks that `holdfast train` starts on this node."""
+    """Number of ranks that `holdfast train` starts on this node."""
     nnodes: int = 1
-    """Nodes of the run."""
+    """Number of nodes."""
     node_rank: int = 0
-    """This node's number."""
+    """Number of this node, from 0."""
     rdzv_endpoint: str | None = None
-    """HOST:PORT of node 0. Unset: a free port on this machine."""
+    """HOST:PORT of node 0, for several nodes. Unset: a free port of this host."""
     max_restarts: int = 3
-    """Restarts of all ranks after failures, until the run gives up."""
+    """How often to restart all ranks after failures before the run fails."""
     distributed_timeout_minutes: float = 10.0
     """Minutes that a collective waits for a missing rank."""
 
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """The copy of the run's state in CPU memory."""
+    """Snapshots of the run's state in CPU memory."""
 
     snapshot_interval: int = 1
-    """Steps between memory snapshots; 0 takes none."""
+    """Steps between memory snapshots. 0: only saves copy the state."""
     snapshot_mode: Literal["node", "peer"] = "node"
-    """node: every node holds the whole state; peer: each node's share is also held by one other node."""
+    """node: each node holds the whole state. peer: each node holds its share and a copy of another node's share."""
     snapshot_dir: str = "/dev/shm"
-    """Memory file system that holds the snapshots."""
+    """Folder for the snapshots, on a memory file system."""
     hang_timeout: float = 0.0
-    """Seconds without a heartbeat after which the ranks count as hung and are restarted; 0 never."""
+    """Seconds without a heartbeat after which ranks count as hung and are restarted. 0: never."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is reported."""
+    """Logging."""
 
     log_interval: int = 1
     """Steps between log lines."""
     tensorboard: bool = True
-    """Write event files into the run folder."""
+    """Write TensorBoard event files into the run folder."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +285,7 @@ class Config:
 
 
 def read_config(path: Path | str) -> Config:
-    """The configuration in a TOML file, or of that name; keys that it leaves out keep their defaults."""
+    """The configuration in a TOML file, or the packaged one of that name. Missing keys keep their defaults."""
     path = find_config(path)
     try:
         tables = tomllib.loads(path.read_text())
@@ -301,22 +295,22 @@ def read_config(path: Path | str) -> Config:
 
 
 def config_from_tables(tables: Mapping[str, Any], source: str) -> Config:
-    sections = {section.name: section.type for section in fields(Config)}
-    changes: dict[str, Any] = {}
+    """The configuration of TOML tables; `source` names the file in errors."""
+    sections, values = get_type_hints(Config), {}
     for name, table in tables.items():
         if name not in sections or not isinstance(table, Mapping):
             raise UsageError(f"{source}: {_not_a_section(name, table)}")
-        changes[name] = _section_from_table(get_type_hints(Config)[name], table, name, source)
-    return replace(Config(), **changes)
+        values[name] = _section_from_table(sections[name], table, name, source)
+    return Config(**values)
 
 
 def _not_a_section(name: str, value: Any) -> str:
     """Why a top-level name of a file is wrong, and what to write instead."""
-    home = section_of(name)
-    if home and not isinstance(value, Mapping):
-        return f"{name} stands outside of any section; it belongs in [{home}]: write [{home}] in the line before it"
-    if home:
-        return f"{name} is a key, not a section; write {name} = ... under [{home}]"
+    section = section_of(name)
+    if section and not isinstance(value, Mapping):
+        return f"{name} is outside of any section; it belongs in [{section}]: write [{section}] in the line before it"
+    if section:
+        return f"{name} is a key, not a section; write {name} = ... under [{section}]"
     if name in config_keys():
         return f"{name} is a section; write [{name}] and its keys below"
     kind = f"section [{name}]" if isinstance(value, Mapping) else f"key '{name}'"
@@ -328,15 +322,15 @@ def _section_from_table(section: Any, table: Mapping[str, Any], name: str, sourc
     values = {}
     for key, value in table.items():
         if key not in hints:
-            home = section_of(key)
-            hint = f"; it belongs in [{home}]" if home else _nearest(key, all_keys())
+            right = section_of(key)
+            hint = f"; it belongs in [{right}]" if right else _nearest(key, all_keys())
             raise UsageError(f"{source}: unknown key '{key}' in [{name}]{hint}")
         values[key] = _coerce(value, hints[key], f"{source}: {name}.{key}")
     return section(**values)
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
-    """The value as the annotation wants it, or a UsageError: TOML has fewer types than Python."""
+    """The value in the type of the annotation, or a UsageError: TOML has fewer types than Python."""
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _coerce(value, next(choice for choice in choices if choice is not types.NoneType), where)
@@ -355,7 +349,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
 
 
 def config_to_toml(config: Config, comments: bool = False) -> str:
-    """The complete file: every key, unset ones commented out, so that it reloads to the same configuration."""
+    """The complete file: every key, unset ones commented out. Reading it gives the same configuration."""
     lines = []
     for section in fields(config):
         table = getattr(config, section.name)
@@ -364,12 +358,9 @@ def config_to_toml(config: Config, comments: bool = False) -> str:
             lines.append(f"# {inspect.getdoc(type(table))}")
         lines.append(f"[{section.name}]")
         for key in fields(table):
-            if comments:
-                lines.append(f"# {docs[key.name]}")
             value = getattr(table, key.name)
-            lines.append(f"# {key.name} =" if value is None else f"{key.name} = {_toml_value(value)}")
-            if comments:
-                lines.append("")
+            line = f"# {key.name} =" if value is None else f"{key.name} = {_toml_value(value)}"
+            lines += [f"# {docs[key.name]}", line, ""] if comments else [line]
         if not comments:
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -395,6 +386,7 @@ def config_keys() -> dict[str, tuple[str, ...]]:
 
 
 def section_of(key: str) -> str | None:
+    """The section of a key; None for an unknown key."""
     return next((section for section, keys in config_keys().items() if key in keys), None)
 
 
@@ -402,6 +394,6 @@ def all_keys() -> list[str]:
     return [key for keys in config_keys().values() for key in keys]
 
 
-def _nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; perhaps you meant '{near[0]}'" if near else ""

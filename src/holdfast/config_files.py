@@ -1,4 +1,4 @@
-"""Where configuration files are: any path, or the bare name of one that comes with Holdfast (`gpt_tiny`)."""
+"""Finds configuration files: any path, or the bare name of one that comes with Holdfast (`gpt_tiny`)."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ CHECKOUT = Path(__file__).parents[2] / "configs"
 
 
 def known_configs() -> dict[str, Path]:
-    """Name → file, for the configurations that come with Holdfast: in the wheel, or in the checkout of an editable install."""
+    """Name → file of the configurations that come with Holdfast, in the wheel or in the checkout of an editable install."""
     folder = PACKAGED if PACKAGED.is_dir() else CHECKOUT
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
 
 
 def find_config(name: Path | str) -> Path:
-    """The file that a user names. A file in the working folder wins over one that comes with Holdfast."""
+    """The file of a path or name. A file in the working folder takes precedence over one that comes with Holdfast."""
     path = Path(name)
     for candidate in (path, Path(f"{path}.toml")):
         if candidate.exists() and not candidate.is_dir():

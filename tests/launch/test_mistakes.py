@@ -168,4 +168,4 @@ def test_doctor_names_a_folder_that_is_a_file_or_not_there(tmp_path: Path) -> No
 def test_one_is_singular() -> None:
     script = train_script(SlurmOptions(), training(Path("/fsx/run")))
     assert "1 node x 1 rank: 1 rank, tensor 1" in script
-    assert "(1 replica × 2 shards)" in ParallelLayout(pipeline=1, replica=1, shard=2, context=1, tensor=1).words()
+    assert "(1 replica × 2 shards)" in ParallelLayout(pipeline=1, replica=1, shard=2, tensor=1).words()

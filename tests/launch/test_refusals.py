@@ -45,7 +45,7 @@ def train(lab: Lab, shared: Path) -> list[str | Path]:
         (["--tensor-model-parallel-size", "3"], 1, "cannot be divided by"),
         (["--num-attention-heads", "3"], 1, "hidden_size 32 is not divisible by num_attention_heads 3"),
         (["--global-batch-size", "6"], 1, "global_batch_size 6 is not divisible"),
-        (["--pipeline-model-parallel-size", "4"], 1, "cannot be cut into 4 pipeline stages"),
+        (["--pipeline-model-parallel-size", "4"], 1, "cannot be divided into 4 pipeline stages"),
         (["--data-path", "/nowhere/corpus"], 1, "/nowhere/corpus"),
         (["--data-path", "$UNSET/corpus"], 2, "a variable in it is not set"),
         (["--partition", "gpu"], 1, "(there are: main, short)"),

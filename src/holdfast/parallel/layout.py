@@ -1,7 +1,7 @@
-"""The rank grid: which rank does what, as arithmetic without torch.
+"""The rank grid as arithmetic, without torch: coordinates of ranks, layers of stages, checks of sizes.
 
-Ranks are numbered as Megatron numbers them: tensor parallel changes fastest, then context, then data, pipeline slowest. The
-grid's axes are (pipeline, replica, shard, context, tensor); replica × shard is the data-parallel size.
+Ranks are numbered as Megatron numbers them: tensor changes fastest, then data, pipeline slowest. The grid's axes are (pipeline,
+replica, shard, tensor); replica × shard is the data-parallel size.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from holdfast.config import Config, ModelConfig, ParallelConfig
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import count_of
 
-AXES = ("pipeline", "replica", "shard", "context", "tensor")
+AXES = ("pipeline", "replica", "shard", "tensor")
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,19 @@ class ParallelLayout:
     pipeline: int
     replica: int
     shard: int
-    context: int
     tensor: int
     virtual: int = 1
 
     @property
     def world(self) -> int:
-        return self.pipeline * self.replica * self.shard * self.context * self.tensor
+        return self.pipeline * self.replica * self.shard * self.tensor
 
     @property
     def data(self) -> int:
         return self.replica * self.shard
 
     def sizes(self) -> tuple[int, ...]:
-        return (self.pipeline, self.replica, self.shard, self.context, self.tensor)
+        return (self.pipeline, self.replica, self.shard, self.tensor)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         found = {}
@@ -49,19 +48,22 @@ class ParallelLayout:
             f"data {self.data}"
             + (f" ({count_of(self.replica, 'replica')} × {self.shard} shards)" if self.shard > 1 else ""),
         ]
-        return ", ".join(parts + ([f"context {self.context}"] if self.context > 1 else []))
+        return ", ".join(parts)
 
 
 def layout_of(parallel: ParallelConfig, world: int | None = None) -> ParallelLayout:
-    """The grid for a number of ranks (by default the one the configuration starts), or why it cannot be."""
+    """The grid of `world` ranks (by default nnodes × nproc_per_node); raises if they cannot be divided."""
+    if parallel.context_parallel_size != 1:
+        raise HoldfastError(
+            "context_parallel_size > 1 is not supported; use sequence_parallel and recompute_granularity for long sequences"
+        )
     world = world or parallel.nnodes * parallel.nproc_per_node
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    model = tensor * pipeline * parallel.context_parallel_size
+    model = tensor * pipeline
     if model < 1 or world % model:
         raise HoldfastError(
             f"{count_of(world, 'rank')} (nnodes {parallel.nnodes} × nproc_per_node {parallel.nproc_per_node}) cannot be "
-            f"divided by tensor {tensor} × pipeline {pipeline} × context {parallel.context_parallel_size} = {model}; "
-            f"use a multiple of {count_of(model, 'rank')}"
+            f"divided by tensor {tensor} × pipeline {pipeline} = {model}; use a multiple of {count_of(model, 'rank')}"
         )
     data = world // model
     if parallel.data_parallel_sharding_strategy == "no_shard":
@@ -70,14 +72,7 @@ def layout_of(parallel: ParallelConfig, world: int | None = None) -> ParallelLay
         replica = parallel.data_parallel_replicas
         if data % replica:
             raise HoldfastError(f"data_parallel_replicas = {replica} does not divide the data-parallel size {data}")
-    return ParallelLayout(
-        pipeline,
-        replica,
-        data // replica,
-        parallel.context_parallel_size,
-        tensor,
-        parallel.num_virtual_stages_per_pipeline_rank,
-    )
+    return ParallelLayout(pipeline, replica, data // replica, tensor, parallel.num_virtual_stages_per_pipeline_rank)
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
@@ -90,7 +85,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
     rest = model.num_layers - sum(count or 0 for count in fixed.values())
     if (free and (rest < free or rest % free)) or (not free and rest):
         raise HoldfastError(
-            f"{model.num_layers} layers cannot be cut into {stages} pipeline stages"
+            f"{model.num_layers} layers cannot be divided into {stages} pipeline stages"
             + (f" with {fixed} fixed" if fixed else "")
             + "; change num_layers, pipeline_model_parallel_size, or give decoder_first_pipeline_num_layers and "
             "decoder_last_pipeline_num_layers"
@@ -106,49 +101,40 @@ def padded_vocab_size(vocab_size: int, model: ModelConfig, tensor: int) -> int:
 
 
 def check_layout(config: Config, layout: ParallelLayout) -> None:
-    """Refuses what cannot work, naming the keys, before any rank starts."""
-    model, train = config.model, config.train
-    groups = model.num_query_groups or model.num_attention_heads
-    problems = []
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        problems.append(
-            f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}"
-        )
-    if model.num_attention_heads % groups:
-        problems.append(
-            f"num_attention_heads {model.num_attention_heads} is not divisible by num_query_groups {groups}"
-        )
-    if groups % layout.tensor:
-        key = "num_query_groups" if model.num_query_groups else "num_attention_heads"
-        problems.append(f"{key} {groups} is not divisible by tensor_model_parallel_size {layout.tensor}")
-    if model.ffn_hidden_size and model.ffn_hidden_size % layout.tensor:
-        problems.append(
-            f"ffn_hidden_size {model.ffn_hidden_size} is not divisible by tensor_model_parallel_size {layout.tensor}"
-        )
-    positions = model.max_position_embeddings or config.data.seq_length
-    if config.data.seq_length > positions:
-        problems.append(f"seq_length {config.data.seq_length} is longer than max_position_embeddings {positions}")
-    if config.parallel.sequence_parallel and config.data.seq_length % layout.tensor:
-        problems.append(
-            f"seq_length {config.data.seq_length} is not divisible by tensor_model_parallel_size {layout.tensor}"
-        )
+    """Raises one error that names every combination of keys that cannot work."""
+    model, train, seq_length = config.model, config.train, config.data.seq_length
+    heads, tensor = model.num_attention_heads, ("tensor_model_parallel_size", layout.tensor)
+    groups = ("num_query_groups", model.num_query_groups) if model.num_query_groups else ("num_attention_heads", heads)
     portion = train.micro_batch_size * layout.data
-    for size in (train.global_batch_size or portion, *train.rampup_batch_size[:2]):
+    batch = train.global_batch_size or portion
+    divisible = [(("num_attention_heads", heads), groups), (groups, tensor)]
+    if model.kv_channels is None:
+        divisible.append((("hidden_size", model.hidden_size), ("num_attention_heads", heads)))
+    if model.ffn_hidden_size:
+        divisible.append((("ffn_hidden_size", model.ffn_hidden_size), tensor))
+    if config.parallel.sequence_parallel:
+        divisible.append((("seq_length", seq_length), tensor))
+    problems = [
+        f"{key} {value} is not divisible by {by} {divisor}"
+        for (key, value), (by, divisor) in divisible
+        if value % divisor
+    ]
+    for size in (batch, *train.rampup_batch_size[:2]):
         if size % portion:
             problems.append(
                 f"global_batch_size {size} is not divisible by micro_batch_size {train.micro_batch_size} "
                 f"× data-parallel size {layout.data}"
             )
+    if seq_length > (model.max_position_embeddings or seq_length):
+        problems.append(
+            f"seq_length {seq_length} is longer than max_position_embeddings {model.max_position_embeddings}"
+        )
     if layout.virtual > 1 and layout.pipeline == 1:
         problems.append("num_virtual_stages_per_pipeline_rank needs pipeline_model_parallel_size > 1")
-    if layout.virtual > 1 and (train.global_batch_size or portion) // portion % layout.pipeline:
-        problems.append("the interleaved schedule needs a number of micro batches divisible by the pipeline size")
-    if layout.context > 1:
-        problems.append(
-            "context_parallel_size > 1 is not supported; use sequence_parallel and recompute for long sequences"
-        )
+    if layout.virtual > 1 and batch // portion % layout.pipeline:
+        problems.append("the interleaved schedule needs a number of micro batches that the pipeline size divides")
     if train.fp16 and train.bf16:
-        problems.append("fp16 and bf16 exclude each other")
+        problems.append("fp16 and bf16 exclude each other; set one of them")
     if len(train.rampup_batch_size) not in (0, 3):
         problems.append("rampup_batch_size takes three numbers: START INCREMENT SAMPLES")
     if problems:

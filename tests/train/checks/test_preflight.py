@@ -97,3 +97,8 @@ def test_the_dry_run_of_a_large_layout_counts_as_published():
         total = sum(counts) * layout.tensor * layout.shard / 1e9
         # the tied embedding is on two stages, norms on every tensor rank: within two percent of the published figure
         assert total == pytest.approx(billions, rel=0.02), name
+
+
+def test_context_parallelism_is_refused_with_what_to_use_instead(prefix):
+    error = refusal("--data-path", str(prefix), "--context-parallel-size", "2", "--nproc-per-node", "2")
+    assert "context_parallel_size > 1 is not supported; use sequence_parallel" in error

@@ -1,6 +1,4 @@
-"""`--dry-run`: what a layout means, in words and bytes, worked out on one machine for any number of ranks."""
-
-from dataclasses import dataclass
+"""`--dry-run`: describes a layout of any number of ranks and estimates its memory, on one machine."""
 
 from holdfast.config import Config
 from holdfast.models.flops import flops_per_token
@@ -8,7 +6,7 @@ from holdfast.parallel.layout import ParallelLayout, padded_vocab_size, stage_la
 from holdfast.train.model_families import build_stage, family_of
 from holdfast.train.schedule import batches_of
 
-CUT_BY_TENSOR = (
+TENSOR_SHARDED = (
     "linear_qkv.",
     "linear_fc1",
     "linear_proj.weight",
@@ -19,33 +17,24 @@ CUT_BY_TENSOR = (
 STATE_BYTES = 12  # fp32 weight and two Adam moments
 
 
-@dataclass(frozen=True)
-class RankCost:
-    """What one rank of a pipeline position holds."""
-
-    parameters: int
-    optimizer_bytes: int
-    activation_bytes: int
-
-
 def parameters_per_rank(config: Config, layout: ParallelLayout) -> list[int]:
-    """Parameters on each rank of a pipeline position, after tensor and shard cuts."""
+    """Parameters on one rank of each pipeline rank, after tensor parallelism and sharding."""
     assert config.model.vocab_size is not None
     stages = stage_layers(config.model, config.parallel)
     counts = [0] * layout.pipeline
     for stage in range(len(stages)):
-        part = build_stage(config, stage, layout.tensor, config.model.vocab_size)
-        for name, parameter in part.named_parameters():
-            cut = layout.tensor if any(piece in name for piece in CUT_BY_TENSOR) else 1
-            counts[stage % layout.pipeline] += -(-parameter.numel() // (cut * layout.shard))
+        module = build_stage(config, stage, layout.tensor, config.model.vocab_size)
+        for name, parameter in module.named_parameters():
+            tensor = layout.tensor if any(piece in name for piece in TENSOR_SHARDED) else 1
+            counts[stage % layout.pipeline] += -(-parameter.numel() // (tensor * layout.shard))
     return counts
 
 
 def activation_bytes(config: Config, layout: ParallelLayout) -> int:
-    """Kept between forward and backward on the first pipeline rank, without the s² term that fused attention never stores.
+    """Bytes kept between forward and backward on the first pipeline rank, without the s² term that fused attention never stores.
 
-    Per layer and micro batch 34·s·b·h bytes in 16 bits, of which 24 are cut by tensor parallelism and all with sequence
-    parallelism; with full recomputation only the layer's input; times the micro batches in flight on the first stage.
+    34·s·b·h bytes per layer and micro batch in 16 bits, of which tensor parallelism divides 24 and sequence parallelism all; with
+    full recomputation only the layer's input; times the micro batches in flight on the first stage.
     """
     model, train = config.model, config.train
     stages = stage_layers(config.model, config.parallel)
@@ -55,14 +44,14 @@ def activation_bytes(config: Config, layout: ParallelLayout) -> int:
         factor = 2.0
     else:
         spared = 8 if train.recompute_granularity == "selective" else 0
-        cut = (24 - spared) / layout.tensor
-        factor = cut + (10 / layout.tensor if config.parallel.sequence_parallel else 10)
+        divided = (24 - spared) / layout.tensor
+        factor = divided + (10 / layout.tensor if config.parallel.sequence_parallel else 10)
     width = 1 if train.bf16 or train.fp16 else 2
     return int(unit * factor * width * layers * layout.pipeline)
 
 
 def describe(config: Config, layout: ParallelLayout) -> str:
-    """The layout in words: who does what, what it costs, what a step is."""
+    """The layout in words: parameters, batch, FLOPs, activations, and the layers and memory of each pipeline rank."""
     model, train = config.model, config.train
     assert model.vocab_size is not None and train.global_batch_size is not None
     padded = padded_vocab_size(model.vocab_size, model, layout.tensor)
@@ -83,8 +72,8 @@ def describe(config: Config, layout: ParallelLayout) -> str:
     ]
     per_stage = layout.world // layout.pipeline
     for place, count in enumerate(counts):
-        mine = [stages[stage] for stage in range(place, len(stages), layout.pipeline)]
-        layers = ", ".join(f"{part.start}-{part.stop - 1}" if len(part) else "none" for part in mine)
+        own = [stages[stage] for stage in range(place, len(stages), layout.pipeline)]
+        layers = ", ".join(f"{stage.start}-{stage.stop - 1}" if len(stage) else "none" for stage in own)
         ranks = f"{place * per_stage}-{(place + 1) * per_stage - 1}" if per_stage > 1 else f"{place}"
         lines.append(
             f"pipeline rank {place} (ranks {ranks}): layers {layers}; per rank {count:,} parameters, "
