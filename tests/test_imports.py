@@ -42,7 +42,7 @@ MAX_LINES = 400
 LONG_FILES = {"snapshot/memory/arena.py", "snapshot/snapshots.py"}
 VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 # Class names that several packages use; the package name tells them apart.
-SHARED_CLASS_NAMES = {"Report", "Source", "State"}
+SHARED_CLASS_NAMES = {"Report", "State"}
 
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -47,7 +47,7 @@ def train(lab: Lab, shared: Path) -> list[str | Path]:
         (["--global-batch-size", "6"], 1, "global_batch_size 6 is not divisible"),
         (["--pipeline-model-parallel-size", "4"], 1, "cannot be divided into 4 pipeline stages"),
         (["--data-path", "/nowhere/corpus"], 1, "/nowhere/corpus"),
-        (["--data-path", "$UNSET/corpus"], 2, "a variable in it is not set"),
+        (["--data-path", "$UNSET/corpus"], 2, "an environment variable in this path is not set"),
         (["--partition", "gpu"], 1, "(there are: main, short)"),
         (["--nodes", "9", "--global-batch-size", "18"], 1, "Slurm would refuse this job"),
         (["--partition", "short", "--time", "2:00:00"], 1, "more than the partition allows (60 minutes)"),

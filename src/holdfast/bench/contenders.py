@@ -24,10 +24,10 @@ from holdfast.system.errors import UsageError
 from holdfast.train.model_families import (
     bert_inputs,
     build_stages,
-    compute_dtype,
     family_of,
     gpt_inputs,
     max_predictions,
+    stage_shapes,
 )
 from holdfast.train.optim import GradientNorm, HostCopy, build_optimizer, clip_and_step
 from holdfast.train.step import ForwardBackward, PassInputs
@@ -93,14 +93,7 @@ class HoldfastContender:
         tied = TiedEmbedding(stages, grid, not model.untie_embeddings_and_output_weights)
         terms = family_of(config).terms
         self._losses = [1 + index for index, name in enumerate(terms) if name.endswith("loss")]
-        shapes = {
-            "micro_batch_size": config.train.micro_batch_size,
-            "seq_length": config.data.seq_length,
-            "hidden_size": model.hidden_size,
-            "sequence_shards": grid.layout.tensor if config.parallel.sequence_parallel else 1,
-            "dtype": compute_dtype(config),
-        }
-        self._passes = ForwardBackward(stages, grid, tied, terms, shapes)
+        self._passes = ForwardBackward(stages, grid, tied, terms, stage_shapes(config, grid))
         self._norm = GradientNorm(stages, grid, tied.copy)
         self._optimizer = build_optimizer(stages, config.optimizer)
 
@@ -108,7 +101,7 @@ class HoldfastContender:
         begin("data")
         inputs = self._inputs(batch, self._device)
         self._optimizer.zero_grad(set_to_none=True)
-        self._passes.begin = begin
+        self._passes.on_phase = begin
         means = self._passes.gradients([inputs], 1.0)
         begin("communication")
         sums = self._norm.reduce(*means)

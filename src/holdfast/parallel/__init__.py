@@ -1,1 +1,1 @@
-"""How a model is cut over ranks. Models do not know it: everything here is done to them from outside."""
+"""How a model is divided over ranks. Models do not know it: everything here is applied to them from outside."""

@@ -1,4 +1,4 @@
-"""The ranks of this run as a DeviceMesh, and where this rank stands in it."""
+"""The ranks of a run as a DeviceMesh, and this rank's position in it."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from holdfast.parallel.layout import AXES, ParallelLayout
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's place: the layout, the mesh over it, and the device."""
+    """The layout, its mesh, and this rank's device and position."""
 
     layout: ParallelLayout
     mesh: DeviceMesh
@@ -20,6 +20,7 @@ class Grid:
 
     @property
     def rank(self) -> int:
+        """This rank's number in the whole run."""
         return dist.get_rank()
 
     def index(self, axis: str) -> int:
@@ -34,10 +35,12 @@ class Grid:
 
     @property
     def data_rank(self) -> int:
+        """This rank's position among the data-parallel ranks."""
         return self.index("replica") * self.layout.shard + self.index("shard")
 
 
 def pick_device() -> torch.device:
+    """This rank's CUDA device, chosen by LOCAL_RANK; the CPU where there is none."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -48,5 +51,5 @@ def pick_device() -> torch.device:
 def build_grid(layout: ParallelLayout, device: torch.device) -> Grid:
     mesh = init_device_mesh(device.type, layout.sizes(), mesh_dim_names=AXES)
     grid = Grid(layout, mesh, device)
-    grid.group("replica", "shard")  # made by all ranks at once, in one order
+    grid.group("replica", "shard")  # all ranks must create the group, in the same order
     return grid

@@ -1,6 +1,7 @@
-"""The one place where a model meets its layout. The order is fixed: tensor parallel → recompute → compile → FSDP2 → weights.
+"""Applies a layout to a model, in a fixed order: tensor parallel → recompute → compile → FSDP2 → initial weights.
 
-Modules are built without memory, cut, and only then given their share of each weight, so that no rank ever holds more than that.
+Modules are built on the meta device, sharded, and then filled with this rank's shard of each weight, so that no rank ever holds
+more than its shards.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def parallelize(
     compiled: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Takes a model on the meta device to its place in the grid, weights included."""
+    """Shards a model on the meta device for this rank of the grid and initializes its weights."""
     if grid.layout.tensor > 1:
         apply_tensor_parallel(model, grid.mesh["tensor"], sequence_parallel)
     if recompute != "none":
@@ -45,7 +46,7 @@ def parallelize(
 
 
 def recompute_in_backward(module: nn.Module) -> None:
-    """Keeps only the module's inputs and computes the rest again when backward needs it."""
+    """Keeps only the module's inputs and recomputes the rest in backward."""
     plain = module.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:

@@ -1,7 +1,7 @@
 """Pipeline parallelism on torch.distributed.pipelining: the stages of this rank, their schedule, and the tied embedding.
 
-The first and the last stage both hold the embedding when weights are tied; their gradients are added up over the two before each
-step, so that both copies make the same step.
+With tied weights the first and the last stage both hold the embedding. Its gradients are summed over the two before each step, so
+that both copies get the same update.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def build_schedule(
     dtype: torch.dtype,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """1F1B, or its interleaved form when this rank has several stages."""
+    """The 1F1B schedule; interleaved 1F1B when this rank has several stages."""
     pipeline, rank = grid.layout.pipeline, grid.index("pipeline")
     total_stages = pipeline * len(stages)
     tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64, device="meta")
@@ -58,7 +58,7 @@ def build_schedule(
 
 
 class TiedEmbedding:
-    """The group of the first and the last pipeline rank, which hold the same matrix."""
+    """The embedding that the first and the last pipeline rank both hold, and the group of these two."""
 
     def __init__(self, stages: list[nn.Module], grid: Grid, tied: bool) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -67,19 +67,18 @@ class TiedEmbedding:
             return
         layout = grid.layout
         per_stage = layout.world // layout.pipeline
-        # every rank takes part in making every group, in the same order
-        for place in range(per_stage):
-            ends = [place, place + (layout.pipeline - 1) * per_stage]
+        # every rank must create every group, in the same order
+        for offset in range(per_stage):
+            ends = [offset, offset + (layout.pipeline - 1) * per_stage]
             group = dist.new_group(ends)
             if grid.rank in ends:
                 self._group = group
         if self._group is not None:
-            matrices = [p for stage in stages for name, p in stage.named_parameters() if name == TIED]
-            self._matrices = matrices
+            self._matrices = [p for stage in stages for name, p in stage.named_parameters() if name == TIED]
             if grid.index("pipeline") == layout.pipeline - 1:
-                self.copy = matrices[0]
+                self.copy = self._matrices[0]
 
-    def add_up_gradients(self) -> None:
+    def sum_gradients(self) -> None:
         if self._group is not None:
             for matrix in self._matrices:
                 assert matrix.grad is not None

@@ -1,8 +1,8 @@
-"""Tensor parallelism: each layer's matrices cut over ranks as DTensors, and the vocabulary with them.
+"""Tensor parallelism: each layer's matrices and the vocabulary sharded over ranks as DTensors.
 
-`linear_qkv` and `linear_fc1` are cut by rows (heads, inner width), `linear_proj` and `linear_fc2` by columns, so that a layer
-needs one exchange in attention and one in the MLP. With sequence parallelism the residual stream between them is cut over
-tokens and the exchanges become all-gather and reduce-scatter.
+`linear_qkv` and `linear_fc1` are sharded by rows (heads, inner width), `linear_proj` and `linear_fc2` by columns, so that a layer
+needs one all-reduce in attention and one in the MLP. Sequence parallelism shards the residual stream between them over tokens;
+the all-reduces become all-gather and reduce-scatter.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from holdfast.models.loss import VocabShard
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Cuts every layer, the embedding and the head of `model` over the ranks of `mesh`."""
+    """Shards every layer, the embedding and the head of `model` over the ranks of `mesh`."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     for layer in transformer_layers(model):
         parallelize_module(layer, mesh, _layer_plan(layer, stream, sequence_parallel))
@@ -51,7 +51,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence_parallel:
 
 
 class ShardRows(ParallelStyle):
-    """A module whose parameters are cut by rows and used by someone else."""
+    """Shards the parameters of a module by rows, for a module whose forward is not used."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -80,7 +80,7 @@ def _layer_plan(layer: nn.Module, stream: Placement, sequence_parallel: bool) ->
 
 
 def build_vocab_shard(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> VocabShard:
-    """How the loss works on this rank's rows of the vocabulary."""
+    """This rank's rows of the vocabulary and the collectives of the loss over them."""
     group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
     def reduced(x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -119,7 +119,7 @@ def build_vocab_shard(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> 
 
 
 def reduce_partial_gradients(parameters: list[nn.Parameter]) -> None:
-    """Adds up gradients that each rank holds only its part of (norms under sequence parallelism)."""
+    """Sums gradients of which each rank has a partial sum (norms under sequence parallelism)."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -131,14 +131,14 @@ def reduce_partial_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is on this rank."""
+    """The shard of a tensor on this rank."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor
 
 
 def is_sharded_over(tensor: Tensor, axis: str) -> bool:
-    """Whether a parameter is divided over the ranks of a mesh axis."""
+    """Whether a tensor is sharded over the ranks of a mesh axis."""
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -146,7 +146,7 @@ def is_sharded_over(tensor: Tensor, axis: str) -> bool:
 
 
 def load_shard(parameter: Tensor, value: Tensor) -> None:
-    """Gives a parameter its value: all of it, or the share of it that is here."""
+    """Copies a whole value into a parameter, or this rank's shard of it."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements

@@ -1,4 +1,4 @@
-"""`holdfast train CONFIG.toml`: flags on top of the file, checks before any rank starts, then the ranks of this node."""
+"""`holdfast train CONFIG.toml`: applies flags to the file, checks everything, then runs the ranks of this node."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from holdfast.system.progress import count_of, log
 class TrainOptions:
     """Pretrain a GPT or BERT model: checks the configuration, starts and supervises the ranks of this node.
 
-    Every key of the configuration is also a flag, and flags win over the file.
+    Every key of the configuration is also a flag. Flags take precedence over the file.
 
     Examples:
 
@@ -37,13 +37,13 @@ class TrainOptions:
     print_config: bool = False
     """Print the complete configuration, commented, and start nothing."""
     dry_run: bool = False
-    """Describe the layout and its memory, and start nothing."""
+    """Describe the layout and estimate its memory, and start nothing."""
     force: bool = False
-    """Train on data that another tokenizer made."""
+    """Train on data that was made with another tokenizer."""
     json: bool = False
-    """When the run ends, print run folder, iteration, losses, checkpoint and whether it finished as JSON."""
+    """When the run ends, print JSON: run folder, iteration, losses, checkpoint, and whether the run finished."""
     vocab_size_given: bool = field(default=False, metadata=flags.derived())
-    """Whether vocab_size comes from the command line, and not from a file that was made for another tokenizer."""
+    """Whether vocab_size comes from the command line, not from a file that may be for another tokenizer."""
     config: Config = field(default_factory=Config)
 
     @staticmethod

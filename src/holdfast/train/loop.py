@@ -24,7 +24,7 @@ from holdfast.parallel.layout import padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.train.metrics import Iteration, Reporter, name_terms
-from holdfast.train.model_families import BatchFeed, build_stages, compute_dtype, family_of
+from holdfast.train.model_families import BatchFeed, build_stages, family_of, stage_shapes
 from holdfast.train.optim import GradientNorm, HostCopy, build_loss_scale, build_optimizer, clip_and_step
 from holdfast.train.schedule import batches_of, schedule_of
 from holdfast.train.state import Progress, load_checkpoint, open_snapshots
@@ -40,7 +40,7 @@ class TrainingRun:
         self.stages = build_stages(config, grid, config.model.vocab_size)
         tied = TiedEmbedding(self.stages, grid, not config.model.untie_embeddings_and_output_weights)
         self.family = family_of(config)
-        self.passes = ForwardBackward(self.stages, grid, tied, self.family.terms, self._shapes())
+        self.passes = ForwardBackward(self.stages, grid, tied, self.family.terms, stage_shapes(config, grid))
         self.norm = GradientNorm(self.stages, grid, tied.copy)
         self.optimizer = build_optimizer(self.stages, config.optimizer)
         self.loss_scale = build_loss_scale(config.optimizer) if config.train.fp16 else None
@@ -144,16 +144,6 @@ class TrainingRun:
         dist.all_reduce(total)
         terms = {f"validation_{name}": value for name, value in name_terms(self.family.terms, total).items()}
         return {**terms, "validation_perplexity": math.exp(min(float(total[0]), 50.0))}
-
-    def _shapes(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "micro_batch_size": config.train.micro_batch_size,
-            "seq_length": config.data.seq_length,
-            "hidden_size": config.model.hidden_size,
-            "sequence_shards": self.grid.layout.tensor if config.parallel.sequence_parallel else 1,
-            "dtype": compute_dtype(config),
-        }
 
     def _reporter(self) -> Reporter:
         config, layout = self.config, self.grid.layout

@@ -1,7 +1,6 @@
-"""What the run reports: the iteration line, metrics.jsonl, TensorBoard.
+"""Metrics of the run: the iteration line, metrics.jsonl, TensorBoard. Only rank 0 reports.
 
-Logs get the iteration line in Megatron's form, a terminal one of at most 80 columns. Values stay on the device until the
-next step is under way, so that reporting never makes the device wait. Only rank 0 reports.
+Log files get the iteration line in Megatron's format, terminals one of at most 80 columns.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ COLUMNS = 80
 
 @dataclass
 class Iteration:
-    """One finished step, its numbers still on the device."""
+    """The numbers of one finished step."""
 
     iteration: int
     lr: float
@@ -37,12 +36,12 @@ class Iteration:
     snapshot_stall_ms: float
     loss_scale: float | None
     ended: float
-    """When its numbers had arrived, by time.perf_counter()."""
+    """When the numbers were on the host, in seconds of time.perf_counter()."""
     extra: dict[str, float] = field(default_factory=dict)
 
 
 class Reporter:
-    """Turns iterations into lines. On other ranks than 0 it does nothing."""
+    """Writes iterations to log, metrics.jsonl and TensorBoard. Does nothing on ranks other than 0."""
 
     def __init__(
         self,
@@ -73,11 +72,11 @@ class Reporter:
         self._first: Iteration | None = None
 
     def restart_clock(self) -> None:
-        """What was not training (an evaluation, a save) does not count as step time."""
+        """Excludes the time since the last report (an evaluation) from the step time."""
         self._since, self._steps, self._samples = time.perf_counter(), 0, 0
 
     def report(self, done: Iteration, skipped: int) -> None:
-        """Reports a step whose numbers have arrived; called in order of iterations."""
+        """Reports a finished step. Call it once per iteration, in order."""
         self._steps += 1
         self._samples += done.batch_size
         if not self._active:
@@ -87,7 +86,7 @@ class Reporter:
         if self.first_step_seconds is None:
             self.first_step_seconds = done.ended - self._since
             self._first = done
-            log(f"first step took {self.first_step_seconds:.2f} s (start-up of kernels and compilation included)")
+            log(f"first step took {self.first_step_seconds:.2f} s (with kernel start-up and compilation)")
         if not (math.isfinite(loss) and math.isfinite(norm)):
             first = done.consumed_samples - done.batch_size
             log(
@@ -122,7 +121,7 @@ class Reporter:
         self._since, self._steps, self._samples = done.ended, 0, 0
 
     def _seconds_left(self, done: Iteration) -> float | None:
-        """From the pace since the first step of this start, evaluations and saves included."""
+        """Estimated from the steps since the first of this start, evaluations and saves included."""
         if self._first is None or done.iteration == self._first.iteration:
             return None
         pace = (done.ended - self._first.ended) / (done.iteration - self._first.iteration)
@@ -136,12 +135,12 @@ class Reporter:
         if self._journal:
             self._journal.write(record)
         try:
-            self._draw(record)
+            self._write_scalars(record)
         except OSError as error:
             self._board = None
-            log(f"warning: cannot write TensorBoard's event files: {error}; this run writes no more of them")
+            log(f"warning: cannot write TensorBoard event files: {error}; this run writes no more of them")
 
-    def _draw(self, record: dict[str, Any]) -> None:
+    def _write_scalars(self, record: dict[str, Any]) -> None:
         for key, value in record.items():
             if self._board and isinstance(value, int | float) and key != "iteration":
                 self._board.add_scalar(key, value, record["iteration"])
@@ -155,12 +154,13 @@ class Reporter:
 
 
 def name_terms(names: Sequence[str], values: Tensor) -> dict[str, float]:
-    """The model's terms by name, and first of all `loss`: the sum of those that are losses."""
+    """`loss`, the sum of the terms that are losses, and then every term by name."""
     terms = dict(zip(names, values.tolist(), strict=True))
     return {"loss": sum(value for name, value in terms.items() if name.endswith("loss")), **terms}
 
 
 def iteration_line(record: dict[str, Any], batch_size: int, iterations: int, terms: Sequence[str]) -> str:
+    """The iteration in Megatron's format."""
     mfu = "unknown" if record["mfu"] is None else f"{record['mfu'] * 100:.1f}%"
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {record['iteration']:8d}/{iterations:8d}",
@@ -196,8 +196,8 @@ def terminal_line(record: dict[str, Any], iterations: int, seconds_left: float |
         "rate": f"{_short_number(record['tokens_per_s'])} tok/s",
         "left": "" if seconds_left is None else f"ETA {_duration(seconds_left)}",
     }
-    for spare in ("", "norm", "lr"):
-        parts.pop(spare, None)
+    for dropped in ("", "norm", "lr"):
+        parts.pop(dropped, None)
         line = "  ".join(filter(None, parts.values()))
         if len(line) <= COLUMNS:
             break

@@ -102,6 +102,17 @@ def build_stages(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]
     return stages
 
 
+def stage_shapes(config: Config, grid: Grid) -> dict[str, Any]:
+    """Shapes and type of the activations between stages, for the pipeline schedule."""
+    return {
+        "micro_batch_size": config.train.micro_batch_size,
+        "seq_length": config.data.seq_length,
+        "hidden_size": config.model.hidden_size,
+        "sequence_shards": grid.layout.tensor if config.parallel.sequence_parallel else 1,
+        "dtype": compute_dtype(config),
+    }
+
+
 def gpt_source(config: Config, sizes: SplitSizes) -> BatchSource:
     data = config.data
     splits = build_gpt_splits(
@@ -120,15 +131,15 @@ def gpt_source(config: Config, sizes: SplitSizes) -> BatchSource:
 
 def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInputs:
     """A GPT micro batch as arguments of the stages."""
-    counted = micro.loss_mask.sum()[None] if masked else None
+    target_counts = micro.loss_mask.sum()[None] if masked else None
     here = micro.to(device)
-    everywhere = {}
+    stage_inputs = {}
     if here.position_ids is not None:
-        everywhere["positions_BT"] = here.position_ids
+        stage_inputs["positions_BT"] = here.position_ids
     if here.document_ids is not None:
-        everywhere["documents_BT"] = here.document_ids
-    at_loss = {"labels_BT": here.labels, **({"loss_mask_BT": here.loss_mask} if masked else {})}
-    return PassInputs(here.tokens, everywhere, at_loss, counted)
+        stage_inputs["documents_BT"] = here.document_ids
+    loss_inputs = {"labels_BT": here.labels, **({"loss_mask_BT": here.loss_mask} if masked else {})}
+    return PassInputs(here.tokens, stage_inputs, loss_inputs, target_counts)
 
 
 def bert_source(config: Config, sizes: SplitSizes) -> BatchSource:
@@ -165,16 +176,18 @@ def bert_inputs(most: int, binary: bool, micro: BertMicroBatch, device: torch.de
     places = micro.loss_mask.sort(dim=1, descending=True, stable=True).indices[:, :most]
     weights = micro.loss_mask.gather(1, places)
     masked, pairs = weights.sum(), torch.tensor(float(len(places)))
-    counted = torch.stack((masked, masked, pairs, pairs) if binary else (masked, masked))
-    at_loss = {"places_BP": places, "labels_BP": micro.labels.gather(1, places).clamp(min=0), "weights_BP": weights}
+    target_counts = torch.stack((masked, masked, pairs, pairs) if binary else (masked, masked))
+    loss_inputs = {"places_BP": places, "labels_BP": micro.labels.gather(1, places).clamp(min=0), "weights_BP": weights}
     if binary:
-        at_loss["is_random_B"] = micro.is_random
-    everywhere = {"padding_BT": micro.padding_mask, "types_BT": micro.tokentype_ids}
+        loss_inputs["is_random_B"] = micro.is_random
+    stage_inputs = {"padding_BT": micro.padding_mask, "types_BT": micro.tokentype_ids}
 
     def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
-    return PassInputs(micro.tokens.to(device, non_blocking=True), moved(everywhere), moved(at_loss), counted)
+    return PassInputs(
+        micro.tokens.to(device, non_blocking=True), moved(stage_inputs), moved(loss_inputs), target_counts
+    )
 
 
 class BatchFeed:

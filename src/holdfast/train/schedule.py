@@ -1,6 +1,6 @@
-"""Learning rate and batch size as pure functions of how far the run is, with Megatron's meaning of each style.
+"""Learning rate and batch size as pure functions of the consumed samples, with Megatron's meaning of each style.
 
-Progress is counted in samples, so that a batch that grows in the middle changes nothing about the curve.
+Progress is counted in samples, so that a batch size ramp-up does not change the learning rate curve.
 """
 
 import math
@@ -11,8 +11,8 @@ from holdfast.system.errors import HoldfastError
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """All lengths are in samples."""
+class LearningRateSchedule:
+    """Warm-up and decay of the learning rate. All lengths are in samples."""
 
     style: str
     peak: float
@@ -34,14 +34,15 @@ class Schedule:
         if self.style == "inverse-square-root":
             return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(consumed, 1)))
         ratio = (consumed - self.warmup) / max(self.decay - self.warmup, 1)
-        return self.floor + self._share(ratio, consumed) * (self.peak - self.floor)
+        return self.floor + self._remaining(ratio, consumed) * (self.peak - self.floor)
 
-    def _share(self, ratio: float, consumed: int) -> float:
+    def _remaining(self, ratio: float, consumed: int) -> float:
+        """The fraction of peak - floor that is left at `ratio` of the decay."""
         if self.style == "linear":
             return 1.0 - ratio
         if self.style == "cosine":
             return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        if self.style == "polynomial":  # as NVIDIA's BERT recipe has it: over the whole run, the warm-up included
+        if self.style == "polynomial":  # as in NVIDIA's BERT recipe: over the whole run, warm-up included
             return float((1.0 - consumed / self.decay) ** self.power)
         start = self.decay - self.wsd_decay
         if consumed <= start:
@@ -56,7 +57,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """How many samples each step takes, and how many the run has."""
+    """Samples of each step and of the whole run."""
 
     full: int
     start: int
@@ -86,9 +87,10 @@ class BatchSizeSchedule:
 
 
 def batches_of(config: Config, data_parallel: int) -> BatchSizeSchedule:
+    """The batch sizes of a run on `data_parallel` data-parallel ranks."""
     train = config.train
     if (train.train_iters is None) == (train.train_samples is None):
-        raise HoldfastError("give either train_iters or train_samples: how long the run is")
+        raise HoldfastError("give the length of the run: either train_iters or train_samples")
     full = train.global_batch_size or train.micro_batch_size * data_parallel
     start, increment, ramp = train.rampup_batch_size or (full, 0, 0)
     if increment and (full - start) % increment:
@@ -106,7 +108,8 @@ def batches_of(config: Config, data_parallel: int) -> BatchSizeSchedule:
     return BatchSizeSchedule(full, start, increment, ramp, consumed)
 
 
-def schedule_of(config: Config, batches: BatchSizeSchedule) -> Schedule:
+def schedule_of(config: Config, batches: BatchSizeSchedule) -> LearningRateSchedule:
+    """The learning rate schedule of a run; raises if its warm-up is not shorter than its decay."""
     options, full = config.optimizer, batches.full
     if config.train.train_samples is not None:
         decay = options.lr_decay_samples or batches.total_samples
@@ -119,7 +122,7 @@ def schedule_of(config: Config, batches: BatchSizeSchedule) -> Schedule:
     if warmup >= decay and options.lr_decay_style not in ("constant", "inverse-square-root"):
         raise HoldfastError(_warmup_problem(config, warmup, decay, full))
     wsd = (options.lr_wsd_decay_iters or 0) * full
-    return Schedule(
+    return LearningRateSchedule(
         options.lr_decay_style,
         options.lr,
         options.min_lr,

@@ -1,6 +1,6 @@
-"""One pass over a global batch: losses and gradients, the same in every layout.
+"""Forward and backward over a global batch: the same losses and gradients in every layout.
 
-Gradients come out summed over the whole batch and complete on every rank that needs them; nothing here steps the optimizer.
+Afterwards each rank holds the gradients of its parameters, summed over the whole batch. Nothing here steps the optimizer.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,39 +20,36 @@ from holdfast.parallel.tensor import reduce_partial_gradients
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What one micro batch feeds into the model's stages."""
+    """The arguments of the model's stages for one micro batch."""
 
     x: Tensor
     """Tokens, for the first stage."""
-    everywhere: dict[str, Tensor]
-    """Arguments that every stage takes: positions, masks."""
-    at_loss: dict[str, Tensor]
+    stage_inputs: dict[str, Tensor]
+    """Arguments of every stage: positions, masks."""
+    loss_inputs: dict[str, Tensor]
     """Arguments of the last stage: labels, weights."""
-    counted: Tensor | None
-    """Targets that each term of the model's output counts, [terms] on the CPU; None: all tokens, for its one term."""
+    target_counts: Tensor | None
+    """Number of targets of each term of the model's output, [terms] on the CPU. None: one term over all tokens."""
 
     def keywords(self, last_stage: bool) -> dict[str, Tensor]:
-        return {**self.everywhere, **self.at_loss} if last_stage else self.everywhere
+        return {**self.stage_inputs, **self.loss_inputs} if last_stage else self.stage_inputs
 
     @staticmethod
     def join(batch: "Sequence[PassInputs]") -> "PassInputs":
-        """All micro batches as one, in order: what a pipeline schedule wants to split itself."""
+        """All micro batches as one, in order: a pipeline schedule splits them itself."""
         first = batch[0]
         return PassInputs(
             torch.cat([micro.x for micro in batch]),
-            {name: torch.cat([micro.everywhere[name] for micro in batch]) for name in first.everywhere},
-            {name: torch.cat([micro.at_loss[name] for micro in batch]) for name in first.at_loss},
+            {name: torch.cat([micro.stage_inputs[name] for micro in batch]) for name in first.stage_inputs},
+            {name: torch.cat([micro.loss_inputs[name] for micro in batch]) for name in first.loss_inputs},
             None,
         )
-
-
-def _unwatched(phase: str) -> None: ...
 
 
 class ForwardBackward:
     """Forward and backward of this rank's stages over the micro batches of a step.
 
-    `begin` is told the name of each phase when the phase begins; nobody listens unless someone takes its place.
+    `on_phase` is called with the name of each phase when the phase begins.
     """
 
     def __init__(
@@ -64,23 +61,23 @@ class ForwardBackward:
         self._parameters = [p for stage in stages for p in stage.parameters()]
         self._schedules: dict[int, Any] = {}
         self._weights = self._means = self._zeros
-        self.begin: Callable[[str], None] = _unwatched
+        self.on_phase: Callable[[str], None] = lambda phase: None
         self._sum: GradientSum | None = None
         if grid.layout.replica > 1 and grid.layout.shard == 1:
             self._sum = GradientSum(self._parameters, grid.group("replica"))
 
     @property
-    def sees_loss(self) -> bool:
+    def has_loss(self) -> bool:
         """Whether this rank computes losses: on the last stage, once per tensor-parallel group."""
         last = self._grid.index("pipeline") == self._grid.layout.pipeline - 1
         return last and self._grid.index("tensor") == 0
 
-    def counted_targets(self, batch: Sequence[PassInputs]) -> Tensor:
-        """Targets of the global batch that each term counts, on the device: nobody waits for the number."""
-        counts = [micro.counted for micro in batch if micro.counted is not None]
+    def global_target_counts(self, batch: Sequence[PassInputs]) -> Tensor:
+        """Number of targets of each term in the global batch, on the device, without a synchronization."""
+        counts = [micro.target_counts for micro in batch if micro.target_counts is not None]
         if not counts:
-            everything = float(batch[0].x.numel() * len(batch) * self._grid.layout.data)
-            return torch.full_like(self._zeros, everything)
+            tokens = float(batch[0].x.numel() * len(batch) * self._grid.layout.data)
+            return torch.full_like(self._zeros, tokens)
         count = torch.stack(counts).sum(0).double().to(self._grid.device, non_blocking=True)
         dist.all_reduce(count, group=self._grid.group("replica", "shard"))
         return count.clamp(min=1.0)
@@ -90,11 +87,11 @@ class ForwardBackward:
         if self._sum is not None:
             self._sum.expect(len(batch))
         means = self._run(batch, scale, True)
-        self.begin("communication")
+        self.on_phase("communication")
         if self._sum is not None:
             self._sum.wait()
         reduce_partial_gradients(self._parameters)
-        self._tied.add_up_gradients()
+        self._tied.sum_gradients()
         return means / scale
 
     @torch.no_grad()
@@ -103,21 +100,21 @@ class ForwardBackward:
         means = self._run(batch, 1.0, False)
         for stage in self._stages:
             if isinstance(stage, FSDPModule):
-                stage.reshard()  # without a backward pass the root would keep its gathered weights
+                stage.reshard()  # without a backward pass the root keeps its gathered weights
         return means
 
     def _run(self, batch: Sequence[PassInputs], factor: float, backward: bool) -> Tensor:
-        """All micro batches; factor × this rank's share of the means."""
-        self._weights = (factor / self.counted_targets(batch)).float()
+        """Runs all micro batches; factor × this rank's share of the means."""
+        self._weights = (factor / self.global_target_counts(batch)).float()
         self._means = self._zeros
         if self._grid.layout.pipeline > 1:
             self._pipelined(batch, backward)
         else:
             self._plain(batch, backward)
-        return self._means if self.sees_loss else self._zeros
+        return self._means if self.has_loss else self._zeros
 
-    def _weigh(self, sums: Tensor) -> Tensor:
-        """The loss of one micro batch from the model's output; notes the terms."""
+    def _weighted_loss(self, sums: Tensor) -> Tensor:
+        """The loss of one micro batch from the model's output; adds its terms to the means."""
         means = sums * self._weights
         self._means = self._means + means.detach()
         return torch.stack([means[index] for index in self._losses]).sum()
@@ -127,10 +124,10 @@ class ForwardBackward:
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule) and backward:
                 model.set_requires_gradient_sync(index == len(batch) - 1)
-            self.begin("forward")
-            loss = self._weigh(model(micro.x, **micro.keywords(last_stage=True)))
+            self.on_phase("forward")
+            loss = self._weighted_loss(model(micro.x, **micro.keywords(last_stage=True)))
             if backward:
-                self.begin("backward")
+                self.on_phase("backward")
                 loss.backward()
 
     def _pipelined(self, batch: Sequence[PassInputs], backward: bool) -> None:
@@ -139,7 +136,7 @@ class ForwardBackward:
         last = self._grid.index("pipeline") == self._grid.layout.pipeline - 1
         joined = PassInputs.join(batch)
         run = schedule.step if backward else schedule.eval
-        self.begin("forward and backward")
+        self.on_phase("forward and backward")
         arguments = (joined.x,) if first else ()
         keywords = joined.keywords(last_stage=last)
         if last:
@@ -154,7 +151,7 @@ class ForwardBackward:
                 self._grid,
                 micro_batches=micro_batches,
                 terms=len(self._zeros),
-                loss=lambda output, _: self._weigh(output),
+                loss=lambda output, _: self._weighted_loss(output),
                 **self._shapes,
             )
         return self._schedules[micro_batches]

@@ -46,7 +46,7 @@ def test_keys_that_apply_to_gpt_only_are_refused_for_bert(prefix):
     bert = ("--model-type", "bert", "--data-path", str(prefix))
     said = refusal(*bert, "--position-embedding-type", "rope", "--reset-position-ids", "--masked-lm-prob", "0")
     assert "BERT has learned positions" in said and "reset_position_ids applies to GPT" in said
-    assert "masked_lm_prob 0.0 is not a share" in said
+    assert "masked_lm_prob 0.0 is not a fraction" in said
     assert "give vocab_file" in refusal(*bert)
 
 

@@ -103,7 +103,7 @@ def test_tokenizer_files_that_change_later_do_not_change_the_run(work, capsys):
     train_tokenizer(TEXTS[:5], work / "tokenizer", 280, overwrite=True)
     assert resolve(config)[0].model.vocab_size == 280, "no step depends on the copy yet"
     make_step(work / "run")
-    assert start(config).data == before.data and "is not what it was" in capsys.readouterr().err
+    assert start(config).data == before.data and "has changed since the run started" in capsys.readouterr().err
     shutil.rmtree(work / "tokenizer")
     assert start(config).data == before.data
 

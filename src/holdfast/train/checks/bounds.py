@@ -1,4 +1,4 @@
-"""The range of every numeric key of the configuration, in one table, checked before any rank starts."""
+"""The range of every numeric key of the configuration, checked before any rank starts."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,8 @@ from holdfast.system.errors import UsageError
 
 @dataclass(frozen=True)
 class Bound:
+    """A range: the words of its error message and its test."""
+
     words: str
     holds: Callable[[float], bool]
 

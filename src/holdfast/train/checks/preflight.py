@@ -70,7 +70,7 @@ def choose_vocab_size(config: Config, tokens: int, given: bool) -> int:
     if given or (run is not None and run.is_file() and read_config(run).model.vocab_size == size):
         return size
     log(
-        f"vocab_size {size:,} of the configuration is not used: the tokenizer has {tokens:,} tokens "
+        f"vocab_size {size:,} of the configuration is ignored: the tokenizer has {tokens:,} tokens "
         f"(--vocab-size {size} keeps it)"
     )
     return tokens
@@ -86,7 +86,7 @@ def check_bert(config: Config) -> None:
         if getattr(data, key):
             problems.append(f"{key} applies to GPT, whose samples cross documents; leave it unset for BERT")
     if not 0 < data.masked_lm_prob <= 1:
-        problems.append(f"masked_lm_prob {data.masked_lm_prob} is not a share between 0 and 1")
+        problems.append(f"masked_lm_prob {data.masked_lm_prob} is not a fraction above 0 and at most 1")
     if problems:
         raise HoldfastError("; ".join(problems))
 

@@ -1,12 +1,11 @@
-"""What makes two starts the same run: the model, the data by its content, the tokenizer by its digest, the seed.
+"""What identifies a run: the model, the content of the data, the digest of the tokenizer, the seed.
 
-A run folder depends on no file that may change or move, but for its data:
+A run folder depends on no outside file except its data:
 
     RUN/tokenizer/     the tokenizer's files, as they were when the run started (tokenizers/folder.py)
     RUN/data.json      the datasets: absolute prefix, weight, fingerprint (data/fingerprint.py)
 
-So a run continues from any directory, after its folder was moved, after its data was moved, and after the tokenizer's files
-were replaced at the place that they came from.
+So a run continues from any directory, after its folder or its data moved, and after the original tokenizer files changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from holdfast.tokenizers.folder import (
 from holdfast.tokenizers.recipe import Recipe
 from holdfast.train.run_folder.paths import existing
 
-# Keys that decide what is computed. Others (how long, how cut, how reported) may differ between two starts of one run.
+# Keys that decide what is computed. Others (length, layout, reporting) may differ between two starts of one run.
 IDENTITY: Mapping[str, tuple[str, ...] | None] = {
     "model": None,  # all of it
     "data": ("split", "seq_length"),
@@ -43,7 +42,7 @@ TOKENIZER, DATA = "tokenizer", "data.json"
 
 
 def read_run_config(path: Path | str) -> Config:
-    """The configuration in a file. That of a run refers to the folder that it is in, wherever the run was started."""
+    """The configuration in a file. A run's config.toml refers to the folder that it is in, even after the folder moved."""
     config, folder = read_config(path), Path(path).absolute().parent
     if Path(path).name != "config.toml":
         return config
@@ -57,9 +56,9 @@ def read_run_config(path: Path | str) -> Config:
 
 
 def adopt_tokenizer(config: Config) -> Config:
-    """The run's own copy of the tokenizer, where the configuration names the files that it was copied from.
+    """Replaces the tokenizer files by the run's own copy, if the configuration names the files that the copy was made from.
 
-    A start that never made a step leaves nothing that depends on the copy: the next one reads the files again.
+    After a start that made no step nothing depends on the copy: the next start reads the files again.
     """
     folder = Path(config.train.save) if config.train.save else None
     if folder is None or not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
@@ -76,18 +75,18 @@ def adopt_tokenizer(config: Config) -> Config:
         changed = True
     if changed:
         file = next(sources[key] for key in FILE_KEYS if key in sources)
-        log(f"{file} is not what it was when the run started; the run uses its own copy in {carried.path}")
+        log(f"{file} has changed since the run started; the run uses its own copy in {carried.path}")
     return _with_tokenizer(config, carried.names)
 
 
 def tokenizer_names(data: DataConfig) -> dict[str, str]:
-    """The keys that name the tokenizer, as far as they are set; empty if no file is."""
+    """The tokenizer keys that are set; empty if none of them names a file."""
     names = {key: value for key in KEYS if (value := getattr(data, key))}
     return names if any(key in names for key in FILE_KEYS) else {}
 
 
 def differences(folder: Path, old: Config, new: Config) -> list[str]:
-    """What makes `new` another run than the one in the folder, whose config.toml is `old`."""
+    """The differences that make `new` another run than the one in the folder, whose config.toml is `old`."""
     found = []
     for section, keys in IDENTITY.items():
         before, after = getattr(old, section), getattr(new, section)
@@ -98,23 +97,24 @@ def differences(folder: Path, old: Config, new: Config) -> list[str]:
 
 
 def carry_identity(folder: Path, config: Config) -> Config:
-    """Puts the tokenizer and the description of the data into the run folder; the configuration that refers to the copies."""
+    """Writes the tokenizer and the description of the data into the run folder; the configuration that refers to the copies."""
     datasets = describe_data(config.data.data_path)
     record = {"format": "holdfast run data", "datasets": datasets}
     publish_bytes(folder / DATA, orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
     names = tokenizer_names(config.data)
     if not names:
         return config
-    digest, place = recipe_of(names).digest, folder / TOKENIZER
-    if not _holds(place, digest):
+    digest, target = recipe_of(names).digest, folder / TOKENIZER
+    if not _holds(target, digest):
         sources = {key: existing(name) if key in FILE_KEYS else name for key, name in names.items()}
-        _publish(place, folder_contents(names, sources), digest)
-    carried = read_folder(place)
+        _publish(target, folder_contents(names, sources), digest)
+    carried = read_folder(target)
     assert carried is not None
     return _with_tokenizer(config, carried.names)
 
 
 def describe_data(data_path: Sequence[str]) -> list[dict[str, Any]]:
+    """The datasets as RUN/data.json records them."""
     from holdfast.data.fingerprint import fingerprint
     from holdfast.data.samples.blend import parse_data_path
 
@@ -131,7 +131,7 @@ def _other_data(folder: Path, old: Config, new: Config) -> list[str]:
     try:
         recorded = orjson.loads((folder / DATA).read_bytes())["datasets"]
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
-        if before == after:  # a run of an older Holdfast: there is nothing to compare with
+        if before == after:  # a run of an older version: there is no record to compare with
             return []
         try:
             recorded = describe_data(before)
@@ -160,7 +160,7 @@ def _other_tokenizer(folder: Path, old: Config, new: Config) -> list[str]:
         try:
             recipe = recipe_of(before) if before else None
         except HoldfastError:
-            recipe = None  # gone; only the names are left to compare
+            recipe = None  # the files are gone: compare names only
     found = recipe_of(after) if after else None
     if recipe is not None and found is not None and recipe.digest == found.digest:
         return []
@@ -177,7 +177,8 @@ def _holds(folder: Path, digest: str) -> bool:
 
 
 def _publish(folder: Path, contents: Mapping[str, bytes], digest: str) -> None:
-    """Several nodes may publish the same folder. One that holds another tokenizer is of a start that never made a step."""
+    """Publishes the tokenizer folder; several nodes may do so at once. A folder with another tokenizer is left from a start that
+    made no step."""
     if not folder.exists():
         try:
             with publish_folder(folder) as temporary:
@@ -188,7 +189,7 @@ def _publish(folder: Path, contents: Mapping[str, bytes], digest: str) -> None:
             if not folder.exists():
                 raise
     if not _holds(folder, digest):
-        (folder / RECIPE_FILE).unlink(missing_ok=True)  # it comes last again
+        (folder / RECIPE_FILE).unlink(missing_ok=True)  # its presence marks a complete folder: it is written last again
         for name, content in contents.items():
             publish_bytes(folder / name, content)
 

@@ -1,4 +1,4 @@
-"""Paths of a configuration, made absolute: a run continues from any working directory, and a job starts in another one."""
+"""Makes the paths of a configuration absolute: a run continues from any working directory, a job starts in another one."""
 
 import os
 from dataclasses import replace
@@ -9,7 +9,7 @@ from holdfast.system.errors import UsageError
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The configuration, independent of the working directory. Catalog names and URLs stay as they are."""
+    """The configuration with absolute paths. Catalog names and URLs stay as they are."""
     train, data = config.train, config.data
     words = data.data_path
     if len(words) == 1 and not Path(f"{words[0]}.idx").exists():
@@ -29,18 +29,20 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def absolute(path: str) -> str:
+    """The absolute path, with `~` and environment variables expanded."""
     expanded = os.path.expanduser(os.path.expandvars(path))
     if "$" in expanded:
-        raise UsageError(f"{path}: a variable in it is not set here (export DATA_PATH=..., for example)")
+        raise UsageError(f"{path}: an environment variable in this path is not set; export it first")
     return os.path.abspath(expanded)
 
 
 def existing(name: str) -> str:
-    """A file as absolute path; a name of the catalog or an address as it is."""
+    """An existing file as absolute path; a catalog name or URL as it is."""
     return absolute(name) if "$" in name or Path(name).expanduser().exists() else name
 
 
 def is_weight(text: str) -> bool:
+    """Whether a word of data_path is the weight of a blend."""
     try:
         float(text)
     except ValueError:
