@@ -1,8 +1,9 @@
-"""What a step costs: how long its phases take on the device, and how much memory it needs at its peak."""
+"""What a step costs: the time of its phases on the device, and its peak memory."""
 
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,27 +13,22 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._moments: list[tuple[str, torch.cuda.Event | float]] = []
+        self._moments: list[tuple[str, Any]] = []
+        """Phases and when they began: CUDA events, or seconds on the CPU."""
 
     def __call__(self, phase: str) -> None:
+        moment: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
         if self._cuda:
-            moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-            self._moments.append((phase, moment))
-        else:
-            self._moments.append((phase, time.perf_counter()))
+        self._moments.append((phase, moment))
 
     def milliseconds(self) -> dict[str, float]:
-        """Time per phase since the last call, of everything between the first moment and the last."""
+        """Time per phase since the last call."""
         if self._cuda:
             torch.cuda.synchronize()
         found: dict[str, float] = {}
         for (phase, start), (_, end) in zip(self._moments, self._moments[1:], strict=False):
-            if isinstance(start, float) or isinstance(end, float):
-                assert isinstance(start, float) and isinstance(end, float)
-                spent = (end - start) * 1e3
-            else:
-                spent = start.elapsed_time(end)
+            spent = start.elapsed_time(end) if self._cuda else (end - start) * 1e3
             found[phase] = found.get(phase, 0.0) + spent
         self._moments = []
         return found

@@ -4,7 +4,6 @@ The ranks train in processes of their own, which end as a crash does; fresh proc
 without snapshots take turns.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -140,14 +139,12 @@ def _tables(trained: list[dict[str, Any]], restored: list[dict[str, Any]], name:
 
 def _clean(work: Path, memory: str) -> None:
     """Ends the keeper of the crashed run and frees its memory."""
-    import signal
-
-    from holdfast.snapshot.memory.run_memory import RunMemory, read_json
+    from holdfast.snapshot.keeper.status import kill_keeper
+    from holdfast.snapshot.memory.run_memory import RunMemory
 
     run_memory = RunMemory.of("bench", work, memory)
-    keeper = read_json(run_memory.path / "keeper.json")
-    if keeper is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(keeper["process"]), signal.SIGKILL)
-    shutil.rmtree(run_memory.path, ignore_errors=True)
+    if run_memory.path.exists():
+        kill_keeper(run_memory)
+        with run_memory.locked():
+            run_memory.free()
     shutil.rmtree(work, ignore_errors=True)
