@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.command_line.flags import positional
-from holdfast.command_line.results import print_json
+from holdfast.command_line.results import print_result
 from holdfast.system.errors import HoldfastError
 
 KINDS: dict[str, str] = {
@@ -124,10 +124,8 @@ def inspect(options: InspectOptions) -> None:
 
     samples = DocumentSamples(tokenizer if options.vocab_file or options.tokenizer_model else None, options.documents)
     kind, description = inspect_path(options.path, samples)
-    if options.json:
-        print_json({"kind": kind, **description.facts, "problems": description.problems}, indent=False)
-    else:
-        print("\n".join([f"{options.path}: {kind}", *description.lines]))
+    facts = {"kind": kind, **description.facts, "problems": description.problems}
+    print_result(facts, "\n".join([f"{options.path}: {kind}", *description.lines]), options.json, indent=False)
     if description.problems:
         for problem in description.problems:
             print(f"problem: {problem}", file=sys.stderr)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.command_line.flags import Flag, flags_of, options_of, positional
-from holdfast.command_line.results import print_json
+from holdfast.command_line.results import print_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class VerbCompletion:
 
 def completion(options: CompletionOptions) -> None:
     script = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[options.shell](completions())
-    print_json({"shell": options.shell, "script": script}) if options.json else print(script, end="")
+    print_result({"shell": options.shell, "script": script}, script, options.json)
 
 
 def completions() -> list[VerbCompletion]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.command_line import flags
-from holdfast.command_line.results import print_json
+from holdfast.command_line.results import print_json, print_result
 from holdfast.launch.options import (
     DaskOptions,
     DoctorOptions,
@@ -97,7 +97,7 @@ def slurm_preprocess(options: SlurmOptions, arguments: Sequence[str]) -> None:
 def print_or_submit(options: SlurmOptions, run: Path, scripts: dict[str, str], config: "Config | None" = None) -> None:
     """Submits batch files, each to start after the one before it; --dry-run prints them. `config`: of a training run."""
     if options.dry_run:
-        print_json({"scripts": scripts}) if options.json else print("\n".join(scripts.values()), end="")
+        print_result({"scripts": scripts}, "\n".join(scripts.values()), options.json)
         return
     from holdfast.launch import launched_run, slurm
     from holdfast.launch.batch_scripts import launch_folder
@@ -119,7 +119,7 @@ def print_or_submit(options: SlurmOptions, run: Path, scripts: dict[str, str], c
 
 
 def print_jobs(run: Path, jobs: list[str], as_json: bool) -> None:
-    print_json({"run": str(run), "jobs": jobs}) if as_json else print("\n".join(jobs))
+    print_result({"run": str(run), "jobs": jobs}, "\n".join(jobs), as_json)
 
 
 def launch_kubernetes(options: KubernetesOptions) -> None:
@@ -156,14 +156,13 @@ def kubernetes_preprocess(options: KubernetesOptions, arguments: Sequence[str]) 
 def print_or_apply(options: KubernetesOptions, manifests: list[dict[str, Any]]) -> None:
     from holdfast.launch import kubernetes
 
-    if options.json:
-        print_json(manifests)
-    elif not options.apply:
-        print(kubernetes.to_yaml(manifests), end="")
     if not options.apply:
+        print_result(manifests, kubernetes.to_yaml(manifests), options.json)
         return
     created = kubernetes.apply(manifests)
-    log(created) if options.json else print(created)
+    print_result(manifests, created, options.json)
+    if options.json:
+        log(created)
     kind, name = manifests[-1]["kind"].lower(), manifests[-1]["metadata"]["name"]
     where = f"--namespace {options.namespace}"
     log(f"follow it with: kubectl get {kind} {name} {where}")
@@ -225,10 +224,8 @@ def launch_image(options: ImageOptions) -> None:
         result = images.build(options.tag, context, options.base, options.efa, options.dry_run)
     else:
         result = images.import_image(options.tag, options.output or images.default_squash_file(), options.dry_run)
-    if options.json:
-        print_json({"commands": result} if options.dry_run else {"image": result[0]})
-    else:
-        print("\n".join(result))
+    value = {"commands": result} if options.dry_run else {"image": result[0]}
+    print_result(value, "\n".join(result), options.json)
 
 
 def doctor(options: DoctorOptions) -> None:
@@ -239,6 +236,6 @@ def doctor(options: DoctorOptions) -> None:
     checks = examine(folders, snapshot_dir, needed)
     if int(os.environ.get("SLURM_PROCID", "0")):
         return  # only node 0 of the step reports
-    print_json([asdict(check) for check in checks]) if options.json else print(table(checks))
+    print_result([asdict(check) for check in checks], table(checks), options.json)
     if any(check.verdict == "fail" for check in checks):
         sys.exit(1)

@@ -107,7 +107,7 @@ class SlurmOptions(ClusterOptions):
 
 @dataclass(frozen=True)
 class KubernetesOptions(ClusterOptions):
-    """Render `holdfast train` or `holdfast preprocess` as a Kubernetes job; --apply hands it to kubectl.
+    """Render `holdfast train` or `holdfast preprocess` as a Kubernetes job; --apply gives it to kubectl.
 
     Every flag of the verb is accepted too; the flags below are those of the job. A node is a pod, and
     paths are those inside the pods.
@@ -125,6 +125,7 @@ class KubernetesOptions(ClusterOptions):
         "kind": "job",
         "env": "environment",
         "image": "environment",
+        "node_selector": "job",
         "dry_run": "result",
         "apply": "result",
     }

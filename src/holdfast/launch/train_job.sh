@@ -40,10 +40,13 @@ record started "@RESOLVED@, on ${NODES[*]}, master $MASTER:$PORT"
 # The step runs in the background, so that the shell can handle signals. USR1 comes before the time limit: the run is asked to
 # persist and stop, and is terminated if it does not. TERM comes with scancel, preemption and requeue; Slurm sends it to the step too.
 TIME_IS_UP=
+TIMER=
 time_is_up() {
   TIME_IS_UP=1
   touch "$RUN/persist"
-  (sleep @STOP_SECONDS@; kill -TERM "$STEP") 2>/dev/null &
+  # a builtin that waits: killing the timer leaves no `sleep` behind
+  (read -rt @STOP_SECONDS@ <> <(:); kill -TERM "$STEP") 2>/dev/null &
+  TIMER=$!
 }
 trap time_is_up USR1
 INTERRUPTED=
@@ -55,6 +58,7 @@ while :; do
   CODE=$?
   kill -0 "$STEP" 2>/dev/null || break
 done
+[ -z "$TIMER" ] || kill "$TIMER" 2>/dev/null
 
 if finished; then record finished "all iterations are done"; exit 0; fi
 [ -z "$TIME_IS_UP" ] || requeue "the time limit is near"

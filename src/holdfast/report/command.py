@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.command_line.flags import positional
-from holdfast.command_line.results import print_json
+from holdfast.command_line.results import print_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,7 @@ def report_command(options: ReportOptions) -> None:
     page = render(read_run(options.run))
     path = options.output or options.run / "report.html"
     publish_text(path, page)
-    if options.json:
-        print_json({"path": str(path)}, indent=False)
-    else:
-        print(path)
+    print_result({"path": str(path)}, str(path), options.json, indent=False)
     if options.open:
         import webbrowser
 
