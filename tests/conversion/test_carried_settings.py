@@ -33,7 +33,11 @@ def test_megatron_core_builds_the_stages_that_are_written(layers, stages):
 
     sizes = stage_sizes(layers, stages)
     assert sum(sizes) == layers and min(sizes) > 0 and max(sizes) - layers / stages < 2
-    args = args_for(Architecture("gpt", layers, 8, 2, 2, 4, 8, 4, 16), 16, 16, 1, sizes, mcore=True)
+    arch = Architecture(
+        num_layers=layers, hidden_size=8, num_attention_heads=2, num_query_groups=2, kv_channels=4, ffn_hidden_size=8,
+        max_position_embeddings=4, padded_vocab_size=16,
+    )  # fmt: skip
+    args = args_for(arch, 16, 16, 1, sizes, mcore=True)
     config = TransformerConfig(
         num_layers=layers, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=stages,
         num_layers_in_first_pipeline_stage=args["decoder_first_pipeline_num_layers"],

@@ -69,7 +69,7 @@ def test_a_wrong_target_is_noticed(tmp_path):
     model = read_model(source)
     from dataclasses import replace
 
-    model = replace(model, architecture=replace(model.architecture, true_vocab_size=spec.vocab))
+    model = replace(model, architecture=replace(model.architecture, vocab_size=spec.vocab))
     verify_conversion(source, model, folder, Plan([]), {})
     weights = load_file(folder / "model.safetensors")
     weights["transformer.h.1.ln_1.bias"][2] += 0.5

@@ -13,6 +13,7 @@ from holdfast.conversion.model import Model, with_vocabulary
 from holdfast.conversion.options import Options, Target
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan, write_plan
+from holdfast.conversion.tensors import DTYPE_NAMES
 from holdfast.system.atomic_files import publish_folder
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.tokenizers.folder import FILE_KEYS, KEYS
@@ -20,7 +21,7 @@ from holdfast.tokenizers.folder import FILE_KEYS, KEYS
 if TYPE_CHECKING:
     from holdfast.conversion.huggingface.tokenizer_files import TokenizerFiles
 
-DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass
@@ -52,7 +53,7 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
     model = read_model(source, options.num_attention_heads, options.checkpoint_version, options.ignore_args)
     model, tokenizer = settle_vocabulary(model, options)
     if options.make_vocab_size_divisible_by is not None:
-        arch = replace(model.architecture, vocab_multiple=options.make_vocab_size_divisible_by)
+        arch = replace(model.architecture, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
         model = replace(model, architecture=arch)
     plan = _plan(model, tokenizer, to, options, destination)
     with _ended_by_sigterm(), publish_folder(destination) as folder:
@@ -92,7 +93,7 @@ def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "Tokenizer
 
     given = {key: getattr(options, key) for key in KEYS}
     flags = any(given[key] for key in FILE_KEYS)
-    names = choose_tokenizer(model.tokenizer, model.architecture.family, **given)
+    names = choose_tokenizer(model.tokenizer, model.architecture.model_type, **given)
     tokenizer = None
     if names and (flags or all(Path(names[key]).exists() for key in FILE_KEYS if key in names)):
         tokenizer = read_tokenizer(names, model.architecture.max_position_embeddings)
@@ -111,7 +112,7 @@ def settle_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | N
         raise UsageError("--true-vocab-size must be positive")
     # These may have more rows than their tokenizer has tokens; which of them to keep is for the user to say.
     may_have_more = model.facts.get("kind") in ("holdfast", "huggingface")
-    known = model.architecture.true_vocab_size
+    known = model.architecture.vocab_size
     model = with_vocabulary(model, wanted, "--true-vocab-size", override=may_have_more)
     if tokenizer is None:
         return model

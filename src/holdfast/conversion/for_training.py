@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from holdfast.config import Config, ModelConfig
 from holdfast.conversion.converting import convert
-from holdfast.conversion.holdfast_checkpoint import config_for
 from holdfast.conversion.sources import kind_of, read_model
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
@@ -32,8 +31,7 @@ def loads_other_format(config: Config) -> bool:
         return False
     if save is None or config.parallel.nnodes > 1:
         refuse(source)
-    arch = read_model(source).architecture
-    check_same_function(config.model, config_for(arch).model, source)
+    check_same_function(config.model, read_model(source).architecture.model_config(), source)
     return True
 
 

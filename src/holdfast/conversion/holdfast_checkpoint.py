@@ -140,36 +140,21 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
 def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_size: int | None) -> Architecture:
     """The architecture of Holdfast's own models; sizes that the configuration leaves open come from the tensors."""
-    heads, bert = config.num_attention_heads, config.model_type == "bert"
-    stack = "encoder" if bert else "decoder"
-    first = tensors.get(f"{stack}.layers.0.mlp.linear_fc1{'_gate' if config.swiglu else ''}.weight")
+    stack, gate = "encoder" if config.model_type == "bert" else "decoder", "_gate" if config.swiglu else ""
+    first = tensors.get(f"{stack}.layers.0.mlp.linear_fc1{gate}.weight")
     positions = tensors.get("embedding.position_embeddings.weight")
-    activation = "gelu_tanh" if config.openai_gelu else "gelu"
+    sizes: dict[str, Any] = {
+        "num_query_groups": config.num_query_groups or config.num_attention_heads,
+        "kv_channels": config.kv_channels or config.hidden_size // config.num_attention_heads,
+        "ffn_hidden_size": first.shape[0] if first is not None else config.ffn_hidden_size or 4 * config.hidden_size,
+        "max_position_embeddings": positions.shape[0] if positions else config.max_position_embeddings or 2048,
+        "vocab_size": true_size,
+        "padded_vocab_size": tensors[WORD_EMBEDDINGS].shape[0],
+    }
     return Architecture(
-        family="bert" if bert else "gpt",
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=config.num_query_groups or heads,
-        kv_channels=config.kv_channels or config.hidden_size // heads,
-        ffn_hidden_size=first.shape[0] if first is not None else config.ffn_hidden_size or 4 * config.hidden_size,
-        max_position_embeddings=positions.shape[0] if positions is not None else config.max_position_embeddings or 2048,
-        padded_vocab_size=tensors[WORD_EMBEDDINGS].shape[0],
-        true_vocab_size=true_size,
-        vocab_multiple=config.make_vocab_size_divisible_by,
-        norm_epsilon=config.norm_epsilon,
-        activation="swiglu" if config.swiglu else activation,  # type: ignore[arg-type]
-        head_activation=activation,  # type: ignore[arg-type]
-        normalization=config.normalization,
-        positions=config.position_embedding_type,
-        rotary_base=config.rotary_base,
-        tied=not config.untie_embeddings_and_output_weights,
-        bias=not config.disable_bias_linear,
+        head_activation="gelu_tanh" if config.openai_gelu else "gelu",
         qkv_bias=not config.disable_bias_linear,
-        post_norm=bert and config.bert_variant == "original",
-        binary_head=not config.bert_no_binary_head,
-        hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
+        **{**vars(config), **sizes},
     )
 
 
@@ -178,12 +163,13 @@ def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str],
     training."""
     arch = model.architecture
     true_size = arch.vocabulary()
-    config = config_for(arch)
+    config = Config(model=arch.model_config())
+    config = replace(config, data=replace(config.data, seq_length=arch.max_position_embeddings))
     carried = folder_contents(tokenizer) if tokenizer else {}
     if tokenizer:
         names: dict[str, Any] = folder_names(carried, destination.absolute() / "tokenizer")
         config = replace(config, data=replace(config.data, **names))
-    padded = padded_size(true_size, arch.vocab_multiple)
+    padded = padded_size(true_size, arch.make_vocab_size_divisible_by)
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.tensors.items():
         if name in VOCABULARY_TENSORS:
@@ -227,44 +213,9 @@ def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str],
         ),
     ]
     notes = ["optimizer state left behind: training starts with fresh moments"] if model.facts.get("optimizer") else []
-    if arch.family == "bert" and arch.activation != arch.head_activation:
+    if arch.model_type == "bert" and arch.activation != arch.head_activation:
         notes.append(HEAD_NOTE)
     return Plan(files, notes, finish)
-
-
-def config_for(arch: Architecture) -> Config:
-    """The configuration that makes Holdfast build the same function."""
-    if arch.qkv_bias != arch.bias:
-        raise HoldfastError("Holdfast has no model with a bias on queries, keys and values only")
-    config = Config()
-    return replace(
-        config,
-        data=replace(config.data, seq_length=arch.max_position_embeddings),
-        model=ModelConfig(
-            model_type=arch.family,
-            num_layers=arch.num_layers,
-            hidden_size=arch.hidden_size,
-            num_attention_heads=arch.num_attention_heads,
-            ffn_hidden_size=arch.ffn_hidden_size,
-            num_query_groups=arch.num_query_groups,
-            kv_channels=arch.kv_channels,
-            max_position_embeddings=arch.max_position_embeddings,
-            position_embedding_type=arch.positions,
-            rotary_base=arch.rotary_base,
-            normalization=arch.normalization,
-            norm_epsilon=arch.norm_epsilon,
-            openai_gelu=arch.activation == "gelu_tanh",
-            swiglu=arch.activation == "swiglu",
-            untie_embeddings_and_output_weights=not arch.tied,
-            disable_bias_linear=not arch.bias,
-            hidden_dropout=arch.hidden_dropout,
-            attention_dropout=arch.attention_dropout,
-            vocab_size=arch.true_vocab_size,
-            make_vocab_size_divisible_by=arch.vocab_multiple,
-            bert_variant="original" if arch.post_norm else "megatron",
-            bert_no_binary_head=not arch.binary_head,
-        ),
-    )
 
 
 def _tables(config: Config) -> dict[str, Any]:

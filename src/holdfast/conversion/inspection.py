@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.conversion.files.archives import is_torch_file, load_torch
 from holdfast.conversion.files.budget import Budget
 from holdfast.conversion.megatron.rank_files import find_rank_files
-from holdfast.conversion.model import Model
+from holdfast.conversion.model import Architecture, Model
 from holdfast.conversion.sources import kind_of, read_model
 from holdfast.inspection import DocumentSamples, PathDescription
 from holdfast.system.errors import HoldfastError
@@ -25,7 +25,11 @@ USUAL_NAMES = (
     "pathlib.",
 )
 
-
+ARCHITECTURE_FACTS = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "max_position_embeddings", "padded_vocab_size", "norm_epsilon", "activation", "head_activation", "normalization",
+    "rotary_base", "tied", "bias", "qkv_bias", "post_norm", "token_types", "hidden_dropout", "attention_dropout",
+)  # fmt: skip
 BROKEN_OPCODES = 500_000
 """Of a file that could not be read as a model."""
 
@@ -49,7 +53,7 @@ def _describe_model(kind: str, model: Model) -> PathDescription:
     dtypes = Counter(tensor.dtype for tensor in model.tensors.values())
     parameters = sum(math.prod(tensor.shape) for tensor in model.tensors.values())
     odd = [name for name in model.facts.get("objects_not_loaded", []) if not name.startswith(USUAL_NAMES)]
-    vocabulary = "unknown" if arch.true_vocab_size is None else f"{arch.true_vocab_size:,}"
+    vocabulary = "unknown" if arch.vocab_size is None else f"{arch.vocab_size:,}"
     facts: dict[str, Any] = {
         **{key: value for key, value in model.facts.items() if key not in ("kind", "config")},
         "form": kind,
@@ -58,7 +62,7 @@ def _describe_model(kind: str, model: Model) -> PathDescription:
         "parameters": parameters,
         "tensors": len(model.tensors),
         "dtypes": dict(dtypes),
-        "architecture": {name: getattr(arch, name) for name in arch.__dataclass_fields__},
+        "architecture": _architecture(arch),
         "notes": model.notes,
     }
     shape = f"{arch.num_layers} layers × {arch.hidden_size}, {arch.num_attention_heads} heads"
@@ -66,17 +70,29 @@ def _describe_model(kind: str, model: Model) -> PathDescription:
         shape += f" in {arch.num_query_groups} groups"
     lines = [
         f"  {model.origin}" + (f", iteration {model.iteration:,}" if model.iteration is not None else ""),
-        f"  {arch.family.upper()}, {shape}, MLP {arch.ffn_hidden_size}, {arch.max_position_embeddings} positions",
+        f"  {arch.model_type.upper()}, {shape}, MLP {arch.ffn_hidden_size}, {arch.max_position_embeddings} positions",
         f"  {parameters:,} parameters in {len(model.tensors)} tensors, "
         + ", ".join(f"{dtype} × {count}" for dtype, count in dtypes.items()),
         f"  vocabulary {vocabulary}, {arch.padded_vocab_size:,} with padding",
-        f"  {arch.activation}, {arch.normalization} with epsilon {arch.norm_epsilon:g}, {arch.positions} positions, "
-        f"{'tied' if arch.tied else 'separate'} output matrix",
+        f"  {arch.activation}, {arch.normalization} with epsilon {arch.norm_epsilon:g}, "
+        f"{arch.position_embedding_type} positions, {'tied' if arch.tied else 'separate'} output matrix",
         f"  optimizer state: {'yes' if model.facts.get('optimizer') else 'no'}",
         *(f"  {note}" for note in model.notes),
         *(f"  mentions {name}, which was not loaded" for name in odd),
     ]
     return PathDescription(facts, lines)
+
+
+def _architecture(arch: Architecture) -> dict[str, Any]:
+    """The facts of `inspect --json`, some of them under shorter names than Megatron's."""
+    renamed = {
+        "family": arch.model_type,
+        "true_vocab_size": arch.vocab_size,
+        "vocab_multiple": arch.make_vocab_size_divisible_by,
+        "positions": arch.position_embedding_type,
+        "binary_head": not arch.bert_no_binary_head,
+    }
+    return {**{name: getattr(arch, name) for name in ARCHITECTURE_FACTS}, **renamed}
 
 
 def _describe_broken(path: Path, kind: str, error: str) -> PathDescription:

@@ -6,17 +6,17 @@ up projections are apart, vocabulary tables have `padded_vocab_size` rows.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from holdfast.config import ModelConfig
 from holdfast.conversion.files.zips import Region, check_crc
-from holdfast.conversion.tensors import Tensor
+from holdfast.conversion.tensors import DTYPE_NAMES, Tensor, equal
 from holdfast.system.errors import HoldfastError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
-FLOATS = ("F64", "F32", "F16", "BF16")
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias")
 
 
@@ -34,55 +34,59 @@ def check_heads(layers: int, heads: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """Everything that decides the function, besides the weights."""
+@dataclass(frozen=True, kw_only=True)
+class Architecture(ModelConfig):
+    """A ModelConfig with every size known, and what only other formats have. `vocab_size` is None where the source has none."""
 
-    family: Literal["gpt", "bert"]
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    ffn_hidden_size: int
-    max_position_embeddings: int
+    # field(): required, although ModelConfig has a default.
+    ffn_hidden_size: int = field()
+    num_query_groups: int = field()
+    kv_channels: int = field()
+    max_position_embeddings: int = field()
     padded_vocab_size: int
-    true_vocab_size: int | None = None
-    vocab_multiple: int = 128
-    """Megatron pads the vocabulary to a multiple of this × tensor parallel size."""
-    norm_epsilon: float = 1e-5
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """Rows of the vocabulary tables."""
     head_activation: Literal["gelu", "gelu_tanh"] = "gelu"
     """GELU of BERT's language model head, which Megatron keeps exact when the trunk uses the tanh form."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    positions: Literal["learned_absolute", "rope"] = "learned_absolute"
-    rotary_base: float = 10000.0
-    tied: bool = True
-    bias: bool = True
-    """Biases of all linear layers."""
     qkv_bias: bool = True
-    post_norm: bool = False
-    """BERT: norms after each block (the original) instead of before (Megatron)."""
-    binary_head: bool = True
-    """BERT: pooler and next-sentence head."""
     token_types: int = 2
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_heads(self.num_layers, self.num_attention_heads)
 
     @property
     def stack(self) -> str:
-        return "decoder" if self.family == "gpt" else "encoder"
+        return "decoder" if self.model_type == "gpt" else "encoder"
+
+    @property
+    def activation(self) -> Literal["gelu", "gelu_tanh", "swiglu"]:
+        return "swiglu" if self.swiglu else "gelu_tanh" if self.openai_gelu else "gelu"
+
+    @property
+    def tied(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def bias(self) -> bool:
+        return not self.disable_bias_linear
+
+    @property
+    def post_norm(self) -> bool:
+        """BERT with the norms after each block (the original) instead of before (Megatron)."""
+        return self.model_type == "bert" and self.bert_variant == "original"
 
     def vocabulary(self) -> int:
-        if self.true_vocab_size is None:
+        if self.vocab_size is None:
             raise HoldfastError(
                 f"the true vocabulary size is unknown (the table has {self.padded_vocab_size} rows, padding included): "
                 "give --true-vocab-size, or the tokenizer with --vocab-file"
             )
-        return self.true_vocab_size
+        return self.vocab_size
+
+    def model_config(self) -> ModelConfig:
+        """The configuration with which Holdfast builds the same function."""
+        if self.qkv_bias != self.bias:
+            raise HoldfastError("Holdfast has no model with a bias on queries, keys and values only")
+        return ModelConfig(**{each.name: getattr(self, each.name) for each in fields(ModelConfig)})
 
 
 class Mapped(Protocol):
@@ -135,9 +139,9 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         if layer_norm:
             shapes[f"{name}.bias"] = (hidden,)
 
-    if arch.positions == "learned_absolute":
+    if arch.position_embedding_type == "learned_absolute":
         shapes["embedding.position_embeddings.weight"] = (arch.max_position_embeddings, hidden)
-    if arch.family == "bert":
+    if arch.model_type == "bert":
         shapes["embedding.tokentype_embeddings.weight"] = (arch.token_types, hidden)
     if arch.post_norm:
         norm("embedding.layernorm")
@@ -159,11 +163,11 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
             norm(f"{layer}.post_mlp_layernorm")
     if not arch.post_norm:
         norm(f"{arch.stack}.final_layernorm")
-    if arch.family == "bert":
+    if arch.model_type == "bert":
         linear("lm_head.dense", hidden, hidden, True)
         norm("lm_head.layer_norm")
         shapes["output_layer.bias"] = (arch.padded_vocab_size,)
-        if arch.binary_head:
+        if not arch.bert_no_binary_head:
             linear("pooler.dense", hidden, hidden, True)
             linear("binary_head", 2, hidden, True)
     if not arch.tied:
@@ -185,14 +189,23 @@ def check_complete(arch: Architecture, tensors: Mapping[str, Tensor], origin: st
             f"{origin}: {arch.num_query_groups} query groups do not divide {arch.num_attention_heads} heads"
         )
     for name, shape in expected.items():
-        if tensors[name].stored not in FLOATS:
+        if tensors[name].stored not in DTYPE_NAMES:
             raise HoldfastError(
-                f"{origin}: {name} has elements of type {tensors[name].stored}; weights are {', '.join(FLOATS)}"
+                f"{origin}: {name} has elements of type {tensors[name].stored}; weights are {', '.join(DTYPE_NAMES)}"
             )
         if tensors[name].shape != shape:
             raise HoldfastError(
                 f"{origin}: {name} has the shape {list(tensors[name].shape)}, but the configuration demands {list(shape)}"
             )
+
+
+def drop_tied_copy(arch: Architecture, tensors: dict[str, Tensor], copy: str, tied_by: str) -> dict[str, Tensor]:
+    """The tensors without the stored `copy` of a tied embedding, which must equal it."""
+    if not arch.tied or OUTPUT_LAYER not in tensors:
+        return tensors
+    if not equal(tensors[OUTPUT_LAYER], tensors[WORD_EMBEDDINGS]):
+        raise HoldfastError(f"{copy} differs from the embedding itself, though {tied_by} say that they are tied")
+    return {name: tensor for name, tensor in tensors.items() if name != OUTPUT_LAYER}
 
 
 def _list(names: list[str]) -> str:
@@ -210,12 +223,12 @@ def with_vocabulary(model: Model, true_size: int | None, said_by: str, override:
             f"{said_by} says {true_size} tokens, but the embedding has only {arch.padded_vocab_size} rows: "
             "this tokenizer does not belong to this model"
         )
-    if arch.true_vocab_size not in (None, true_size) and not override:
+    if arch.vocab_size not in (None, true_size) and not override:
         raise HoldfastError(
-            f"{said_by} says {true_size} tokens, but the model was made for {arch.true_vocab_size}: "
+            f"{said_by} says {true_size} tokens, but the model was made for {arch.vocab_size}: "
             "this tokenizer does not belong to this model"
         )
-    return replace(model, architecture=replace(arch, true_vocab_size=true_size))
+    return replace(model, architecture=replace(arch, vocab_size=true_size))
 
 
 def known_special_ids(stated: Mapping[str, Any], size: int) -> dict[str, int | list[int]]:
@@ -237,3 +250,20 @@ def valid_ids(stated: Mapping[str, Any], names: Iterable[str], size: int) -> dic
 
 def padded_size(true_size: int, multiple: int) -> int:
     return -(-true_size // multiple) * multiple
+
+
+def read_size(values: Mapping[str, Any], name: str, where: str, largest: int = 1 << 40) -> int:
+    """A size that a source states; `where` precedes its name in the error."""
+    value = values.get(name)
+    if type(value) is not int or not 0 < value < largest:
+        raise HoldfastError(f"{where}{name} is {value!r}, where a positive number of sane size is expected")
+    return value
+
+
+def read_real(values: Mapping[str, Any], name: str, default: float, where: str) -> float:
+    value = values.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        raise HoldfastError(f"{where}{name} is {value!r}, where a number is expected")
+    return float(value)

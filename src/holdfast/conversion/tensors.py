@@ -25,6 +25,8 @@ WIDTHS = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""torch's names of the types that weights have."""
 BLOCK_BYTES = 8 << 20
 TRANSPOSE_COLUMNS = 256
 MAX_COMPARISONS = 1_000_000

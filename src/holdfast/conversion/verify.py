@@ -65,7 +65,7 @@ def verify_conversion(
     ids = np.random.default_rng(0).integers(0, arch.vocabulary(), min(TOKENS, arch.max_position_embeddings))
     rounded = _rounded(model, target)
     wanted, given = open_side(source, rounded, heads, version), open_side(folder)
-    head = given.head_activation if arch.family == "bert" and _head_may_differ(wanted, given) else None
+    head = given.head_activation if arch.model_type == "bert" and _head_may_differ(wanted, given) else None
     target_side = given.run(ids, arch.vocabulary(), None)
     difference = _difference(wanted.run(ids, arch.vocabulary(), head), target_side)
     if not difference <= LARGEST_DIFFERENCE:
@@ -185,11 +185,11 @@ def _published(model: Model, source: Path, heads: int | None, version: float | N
     arch = model.architecture
     if model.facts.get("args", True) or (arch.num_layers, arch.hidden_size) != (24, 1024):
         return None
-    wanted = {("gpt", 50257): GPT2_RELEASE, ("bert", 30522): BERT_RELEASE}.get((arch.family, arch.vocabulary()))
+    wanted = {("gpt", 50257): GPT2_RELEASE, ("bert", 30522): BERT_RELEASE}.get((arch.model_type, arch.vocabulary()))
     if wanted is None:
         return None
     values = open_side(source, None, heads, version).run(np.array(RELEASE_IDS), arch.vocabulary(), None)
-    if arch.family == "gpt":
+    if arch.model_type == "gpt":
         found = np.array([values["logits"][8 * i // 17, 2792 * i] for i in range(19)])
     else:
         found = values["hidden"][:3, :3]

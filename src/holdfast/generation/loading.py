@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from holdfast.conversion.holdfast_checkpoint import config_for
 from holdfast.conversion.huggingface.tokenizer_files import choose_tokenizer
 from holdfast.conversion.model import Model, check_sources
 from holdfast.conversion.sources import read_model
@@ -48,7 +47,7 @@ def load_model(
     """
     source = read_model(Path(path))
     check_sources(source)
-    if source.architecture.family != "gpt":
+    if source.architecture.model_type != "gpt":
         raise HoldfastError(
             f"{path} holds a BERT model, which does not generate text; convert it with --to hf and use it there"
         )
@@ -60,8 +59,8 @@ def load_model(
     chosen = _tokenizer(source, Path(path), tokenizer or {})
     with torch.device("meta"):
         model = GPT(
-            config_for(arch).model,
-            vocab_size=min(arch.true_vocab_size or arch.padded_vocab_size, chosen.vocab_size),
+            arch.model_config(),
+            vocab_size=min(arch.vocab_size or arch.padded_vocab_size, chosen.vocab_size),
             padded_vocab_size=arch.padded_vocab_size,
             max_positions=arch.max_position_embeddings,
             dtype=dtype,
@@ -80,13 +79,13 @@ def _read(tensor: Tensor) -> torch.Tensor:
 
 def _tokenizer(source: Model, path: Path, given: Mapping[str, str | None]) -> Tokenizer:
     """The tokenizer that the user gives or the model names, if it belongs to the model."""
-    names = choose_tokenizer(source.tokenizer, source.architecture.family, **given)
+    names = choose_tokenizer(source.tokenizer, source.architecture.model_type, **given)
     if not names:
         raise HoldfastError(
             f"{path} names no tokenizer: give --vocab-file and --merge-file, or --tokenizer-model (and --tokenizer-type)"
         )
     tokenizer = Tokenizer(recipe_of(names))
-    rows = source.architecture.true_vocab_size or source.architecture.padded_vocab_size
+    rows = source.architecture.vocab_size or source.architecture.padded_vocab_size
     if tokenizer.vocab_size > rows:
         raise HoldfastError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model in {path} only {rows:,}: it is not the "

@@ -75,7 +75,7 @@ class Opaque:
 
     kind: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"<{self.kind}>"
 
 

@@ -6,7 +6,7 @@ The invariant: what `to_huggingface` gives, `from_huggingface` takes back to the
 import re
 from collections.abc import Mapping
 
-from holdfast.conversion.model import OUTPUT_LAYER, WORD_EMBEDDINGS, Architecture
+from holdfast.conversion.model import OUTPUT_LAYER, WORD_EMBEDDINGS, Architecture, drop_tied_copy
 from holdfast.conversion.tensors import Tensor, equal, vstack
 from holdfast.system.errors import HoldfastError
 
@@ -114,8 +114,8 @@ def to_huggingface(model_type: str, arch: Architecture, tensors: Mapping[str, Te
 
 def from_huggingface(
     model_type: str, arch: Architecture, tensors: Mapping[str, Tensor], origin: str
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Hugging Face's tensors under canonical names, and the names that were left out as they carry no weights of the model."""
+) -> dict[str, Tensor]:
+    """Hugging Face's tensors under canonical names, without buffers and without the copy of a tied embedding."""
     top, inside, prefix, qkv_names = TABLES[model_type]
     top_back, inside_back = {new: old for old, new in top.items()}, {new: old for old, new in inside.items()}
     plain = with_prefixes(model_type, tensors)
@@ -146,19 +146,7 @@ def from_huggingface(
                 parts = [plain[name] for name in names]
                 target = f"{arch.stack}.layers.{number}.self_attention.linear_qkv.{kind}"
                 found[target] = join_qkv(_thirds(_conv1d(parts[0])) if len(parts) == 1 else parts, arch, origin)
-    return _drop_tied(arch, found, origin)
-
-
-def _drop_tied(arch: Architecture, found: dict[str, Tensor], origin: str) -> tuple[dict[str, Tensor], list[str]]:
-    """A tied output matrix may be stored, and is then a copy. Headless models have none of BERT's head: said by the caller."""
-    if arch.tied and OUTPUT_LAYER in found:
-        if not equal(found[OUTPUT_LAYER], found[WORD_EMBEDDINGS]):
-            raise HoldfastError(
-                f"{origin}: the output matrix differs from the embedding, though the configuration ties them"
-            )
-        del found[OUTPUT_LAYER]
-        return found, [OUTPUT_LAYER]
-    return found, []
+    return drop_tied_copy(arch, found, f"{origin}: the output matrix", "the settings")
 
 
 def with_prefixes(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

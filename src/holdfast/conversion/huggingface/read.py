@@ -12,7 +12,7 @@ from holdfast.conversion.files.zips import Region, map_file
 from holdfast.conversion.huggingface.config import architecture_from_config
 from holdfast.conversion.huggingface.names import BUFFERS, from_huggingface
 from holdfast.conversion.megatron.rank_files import flatten
-from holdfast.conversion.model import Architecture, Model, check_complete, known_special_ids, valid_ids
+from holdfast.conversion.model import OUTPUT_LAYER, Model, check_complete, known_special_ids, valid_ids
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.bounded_files import read_json as read_bounded_json
 from holdfast.system.errors import HoldfastError
@@ -45,21 +45,24 @@ def read_huggingface(path: Path) -> Model:
     for name, tensor in stored.items():
         if not tensor.shape:
             raise HoldfastError(f"{origin}: {name} is a single number, where weights are expected")
-    tensors, _ = from_huggingface(model_type, arch, stored, origin)
+    tensors = from_huggingface(model_type, arch, stored, origin)
     notes: list[str] = []
-    if arch.family == "bert":
-        arch = replace(arch, binary_head="binary_head.weight" in tensors)
-        dropped = [name for name in tensors if name.startswith("pooler.") and not arch.binary_head]
+    if arch.model_type == "bert":
+        arch = replace(arch, bert_no_binary_head="binary_head.weight" not in tensors)
+        dropped = [name for name in tensors if name.startswith("pooler.") and arch.bert_no_binary_head]
         tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
         notes += ["pooler without a sentence head: left out"] if dropped else []
-    arch = _untied(arch, tensors)
+    if not arch.tied and OUTPUT_LAYER not in tensors:
+        raise HoldfastError(
+            "the configuration says tie_word_embeddings = false, but there is no output matrix (lm_head.weight)"
+        )
     check_complete(arch, tensors, origin)
     padding: dict[str, Tensor] = {}
     if (path / PADDING_FILE).is_file():
         padding, metadata, region = read_safetensors(path / PADDING_FILE)
         regions.append(region)
         if str(metadata.get("make_vocab_size_divisible_by", "")).isdigit():
-            arch = replace(arch, vocab_multiple=max(1, int(metadata["make_vocab_size_divisible_by"])))
+            arch = replace(arch, make_vocab_size_divisible_by=max(1, int(metadata["make_vocab_size_divisible_by"])))
     return Model(
         architecture=arch,
         tensors=tensors,
@@ -68,7 +71,7 @@ def read_huggingface(path: Path) -> Model:
         facts={"kind": "huggingface", "model_type": model_type, "files": len(regions), "config": config},
         regions=list(regions),
         unchecked=budget.unchecked,
-        tokenizer=tokenizer_in(path, arch.family),
+        tokenizer=tokenizer_in(path, arch.model_type),
         special_ids=known_special_ids(config, arch.padded_vocab_size),
         generation=_generation(path, arch.padded_vocab_size),
         companions={name: path / name for name in COMPANIONS if (path / name).is_file()},
@@ -105,14 +108,6 @@ def tokenizer_in(path: Path, family: str) -> dict[str, str]:
         if name in there:
             return {"tokenizer_type": kind, "tokenizer_model": there[name]}
     return {}
-
-
-def _untied(arch: Architecture, tensors: dict[str, Tensor]) -> Architecture:
-    if not arch.tied and "output_layer.weight" not in tensors:
-        raise HoldfastError(
-            "the configuration says tie_word_embeddings = false, but there is no output matrix (lm_head.weight)"
-        )
-    return arch
 
 
 def read_weights(path: Path, budget: Budget) -> tuple[dict[str, Tensor], list[Region]]:

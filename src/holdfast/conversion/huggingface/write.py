@@ -41,7 +41,7 @@ def plan_huggingface(
         config |= valid_ids(model.facts.get("config", {}), ["pad_token_id"], size)
     weights = to_huggingface(model_type, arch, trimmed)
     files = [PlannedFile("config.json", content=to_json(config))]
-    if arch.family == "gpt":
+    if arch.model_type == "gpt":
         files.append(PlannedFile("generation_config.json", content=to_json(_generation(model, special_ids))))
     carried = {name: read_bounded(path, MAX_BYTES, "file of a tokenizer") for name, path in model.companions.items()}
     for name, content in {**(tokenizer.files if tokenizer else {}), **carried}.items():
@@ -49,7 +49,9 @@ def plan_huggingface(
     files += _weight_files(weights, shard_bytes(max_shard_size), as_bin)
     if keep_padding and padding:
         files.append(
-            PlannedFile(PADDING_FILE, padding, metadata={"make_vocab_size_divisible_by": str(arch.vocab_multiple)})
+            PlannedFile(
+                PADDING_FILE, padding, metadata={"make_vocab_size_divisible_by": str(arch.make_vocab_size_divisible_by)}
+            )
         )
     if tokenizer is None and not carried:
         notes.append("no tokenizer files written: give --vocab-file and --merge-file to have them")

@@ -6,76 +6,86 @@ The invariant: a setting that changes the function and is not understood is refu
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
-from holdfast.conversion.model import WORD_EMBEDDINGS, Architecture, padded_size
+from holdfast.conversion.model import WORD_EMBEDDINGS, Architecture, padded_size, read_real, read_size
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.errors import HoldfastError
 
 TRUE_SIZES = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
-
-# Beyond this a file is forged: padding rows are written one by one.
-LARGEST = {"make_vocab_size_divisible_by": 1 << 20}
+MAX_VOCAB_MULTIPLE = 1 << 20
+"""Beyond this a file is forged: padding rows are written one by one."""
+HEADS_UNKNOWN = "the file has no args, and heads cannot be seen in the shapes: give --num-attention-heads"
+SAME_NAMES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "swiglu", "hidden_dropout",
+    "untie_embeddings_and_output_weights", "attention_dropout", "make_vocab_size_divisible_by",
+)  # fmt: skip
+"""Fields of ModelConfig that are args of Megatron too."""
 
 
 def architecture_from_args(
-    args: Mapping[str, Any], tensors: Mapping[str, Tensor], family: Literal["gpt", "bert"], mcore: bool
+    args: Mapping[str, Any], tensors: Mapping[str, Tensor], model_type: Literal["gpt", "bert"], mcore: bool
 ) -> Architecture:
     """The architecture that `args` describe. Shapes are checked against it afterwards."""
     if args.get("normalization") not in (None, "LayerNorm", "RMSNorm"):
-        _cannot("normalization", args.get("normalization"))
-    hidden, heads = _integer(args, "hidden_size"), _integer(args, "num_attention_heads")
+        _refuse("normalization", args.get("normalization"))
     swiglu, rows = args.get("swiglu") is True, tensors[WORD_EMBEDDINGS].shape[0]
     if args.get("gated_linear_unit") and not swiglu:
-        _cannot("gated_linear_unit", args["gated_linear_unit"])
+        _refuse("gated_linear_unit", args["gated_linear_unit"])
     if args.get("padded_vocab_size") not in (None, 0, rows):
         raise HoldfastError(f"args.padded_vocab_size is {args['padded_vocab_size']}, but the embedding has {rows} rows")
-    grouped = args.get("group_query_attention") is True and args.get("num_query_groups")
-    bias = args.get("add_bias_linear", True) is not False
     rope = args.get("position_embedding_type") == "rope" or args.get("use_rotary_position_embeddings") is True
     positions = args.get("position_embedding_type", "learned_absolute")
     if str(positions).rsplit(".", 1)[-1] not in ("learned_absolute", "rope"):
-        _cannot("position_embedding_type", positions)
+        _refuse("position_embedding_type", positions)
     if rope and args.get("rotary_percent", 1.0) != 1.0:
-        _cannot("rotary_percent", args.get("rotary_percent"))
-    # Megatron-core does not look at openai_gelu; its fused GELU is the tanh form, and BERT's head never is.
+        _refuse("rotary_percent", args.get("rotary_percent"))
+    # Megatron-core ignores openai_gelu; its fused GELU is the tanh form, and BERT's head never is.
     openai = args.get("openai_gelu") is True and not mcore
     tanh = openai or args.get("bias_gelu_fusion") is True or args.get("bias_activation_fusion") is True
-    first = f"{'decoder' if family == 'gpt' else 'encoder'}.layers.0."
+    first = f"{'decoder' if model_type == 'gpt' else 'encoder'}.layers.0."
     return Architecture(
-        family=family,
-        num_layers=_integer(args, "num_layers")
-        if args.get("num_layers") is not None
-        else _integer(args, "encoder_num_layers"),
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=_integer(args, "num_query_groups") if grouped else heads,
-        kv_channels=_integer(args, "kv_channels") if args.get("kv_channels") else hidden // heads,
-        ffn_hidden_size=_integer(args, "ffn_hidden_size") if args.get("ffn_hidden_size") else 4 * hidden,
-        max_position_embeddings=_integer(args, "max_position_embeddings"),
+        model_type=model_type,
+        num_layers=_size(args, "num_layers" if args.get("num_layers") is not None else "encoder_num_layers"),
+        **_widths(args),
         padded_vocab_size=rows,
-        vocab_multiple=_integer(args, "make_vocab_size_divisible_by")
-        if args.get("make_vocab_size_divisible_by")
-        else 128,
         norm_epsilon=_real(args, "norm_epsilon", _real(args, "layernorm_epsilon", 1e-5)),
-        activation="swiglu" if swiglu else "gelu_tanh" if tanh else "gelu",
+        swiglu=swiglu,
+        openai_gelu=tanh and not swiglu,
         head_activation="gelu_tanh" if openai else "gelu",
         normalization="RMSNorm" if args.get("normalization") == "RMSNorm" else "LayerNorm",
-        positions="rope" if rope else "learned_absolute",
+        position_embedding_type="rope" if rope else "learned_absolute",
         rotary_base=_real(args, "rotary_base", 10000.0),
-        tied=args.get("untie_embeddings_and_output_weights") is not True,
-        bias=bias,
+        untie_embeddings_and_output_weights=args.get("untie_embeddings_and_output_weights") is True,
+        disable_bias_linear=args.get("add_bias_linear", True) is False,
         qkv_bias=f"{first}self_attention.linear_qkv.bias" in tensors,
-        binary_head="binary_head.weight" in tensors,
-        token_types=tensors["embedding.tokentype_embeddings.weight"].shape[0] if family == "bert" else 2,
+        **_bert_heads(tensors, model_type),
         hidden_dropout=_real(args, "hidden_dropout", 0.1),
         attention_dropout=_real(args, "attention_dropout", 0.1),
     )
 
 
+def _widths(args: Mapping[str, Any]) -> dict[str, Any]:
+    given = ["hidden_size", "num_attention_heads", "max_position_embeddings"]
+    given += [name for name in ("kv_channels", "ffn_hidden_size", "make_vocab_size_divisible_by") if args.get(name)]
+    if args.get("group_query_attention") is True and args.get("num_query_groups"):
+        given.append("num_query_groups")
+    found = {name: _size(args, name) for name in given}
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    return {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden, **found}
+
+
+def _bert_heads(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Any]:
+    if model_type == "gpt":
+        return {}
+    types = tensors["embedding.tokentype_embeddings.weight"].shape[0]
+    return {"bert_no_binary_head": "binary_head.weight" not in tensors, "token_types": types}
+
+
 def architecture_from_shapes(
-    tensors: Mapping[str, Tensor], family: Literal["gpt", "bert"], heads: int | None
+    tensors: Mapping[str, Tensor], model_type: Literal["gpt", "bert"], heads: int | None
 ) -> tuple[Architecture, list[str]]:
     """The architecture of a file without `args` (all of them from before September 2020), and what had to be assumed."""
-    stack = "decoder" if family == "gpt" else "encoder"
+    stack = "decoder" if model_type == "gpt" else "encoder"
     layers = 1 + max((int(name.split(".")[2]) for name in tensors if name.startswith(f"{stack}.layers.")), default=-1)
     if "embedding.position_embeddings.weight" not in tensors or not layers:
         raise HoldfastError(
@@ -90,14 +100,13 @@ def architecture_from_shapes(
         heads = 16
         notes.append("no args in the file: 16 attention heads, as the 345M release has")
     if heads is None:
-        raise HoldfastError("the file has no args, and heads cannot be seen in the shapes: give --num-attention-heads")
+        raise HoldfastError(HEADS_UNKNOWN)
     if heads < 1 or hidden % heads:
         raise HoldfastError(f"--num-attention-heads {heads} does not divide the hidden size {hidden}")
-    activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh" if family == "gpt" else "gelu"
-    form = "tanh" if family == "gpt" else "exact"
+    form = "tanh" if model_type == "gpt" else "exact"
     notes.append(f"no args in the file: {form} GELU, LayerNorm epsilon 1e-5 and dropout 0.1, as Megatron had then")
     architecture = Architecture(
-        family=family,
+        model_type=model_type,
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -106,9 +115,8 @@ def architecture_from_shapes(
         ffn_hidden_size=first.shape[0],
         max_position_embeddings=tensors["embedding.position_embeddings.weight"].shape[0],
         padded_vocab_size=rows,
-        activation=activation,
-        binary_head="binary_head.weight" in tensors,
-        token_types=tensors["embedding.tokentype_embeddings.weight"].shape[0] if family == "bert" else 2,
+        openai_gelu=model_type == "gpt",
+        **_bert_heads(tensors, model_type),
         hidden_dropout=0.1,
         attention_dropout=0.1,
     )
@@ -122,12 +130,9 @@ def true_size_from_args(args: Mapping[str, Any], padded: int, tensor_parallel: i
             return args[name], f"args.{name}"
     multiple = args.get("make_vocab_size_divisible_by") or 128
     known = TRUE_SIZES.get(str(args.get("tokenizer_type")))
-    if (
-        known is not None
-        and type(multiple) is int
-        and multiple > 0
-        and padded_size(known, multiple * tensor_parallel) == padded
-    ):
+    if known is None or type(multiple) is not int or multiple <= 0:
+        return None, ""
+    if padded_size(known, multiple * tensor_parallel) == padded:
         return known, f"the tokenizer type {args['tokenizer_type']}"
     return None, ""
 
@@ -137,7 +142,7 @@ def true_size_of_release(arch: Architecture) -> tuple[int | None, str]:
     sizes = {("gpt", 50304): 50257, ("bert", 29056): 28996, ("bert", 30592): 30522}
     if (arch.num_layers, arch.hidden_size) != (24, 1024):
         return None, ""
-    return sizes.get((arch.family, arch.padded_vocab_size)), "the shape of NVIDIA's 345M release"
+    return sizes.get((arch.model_type, arch.padded_vocab_size)), "the shape of NVIDIA's 345M release"
 
 
 def args_for(
@@ -145,9 +150,11 @@ def args_for(
 ) -> dict[str, Any]:
     """Plain values, under the names that Megatron's loader and --use-checkpoint-args look for. `stages`: layers of each."""
     uneven, pipeline_parallel = len(set(stages)) > 1, len(stages)
-    swiglu, tanh = arch.activation == "swiglu", arch.activation == "gelu_tanh"
-    tokenizer = {size: name for name, size in TRUE_SIZES.items()}.get(true_size)
+    bert, rope = arch.model_type == "bert", arch.position_embedding_type == "rope"
+    head = arch.head_activation if bert else arch.activation
+    tanh = arch.activation == "gelu_tanh"
     return {
+        **{name: getattr(arch, name) for name in SAME_NAMES},
         "tensor_model_parallel_size": tensor_parallel,
         "pipeline_model_parallel_size": pipeline_parallel,
         "virtual_pipeline_model_parallel_size": None,
@@ -155,65 +162,41 @@ def args_for(
         "decoder_last_pipeline_num_layers": stages[-1] if uneven else None,
         "data_parallel_size": 1,
         "world_size": tensor_parallel * pipeline_parallel,
-        "num_layers": arch.num_layers,
         "encoder_num_layers": arch.num_layers,
-        "hidden_size": arch.hidden_size,
-        "ffn_hidden_size": arch.ffn_hidden_size,
-        "num_attention_heads": arch.num_attention_heads,
         "group_query_attention": arch.num_query_groups != arch.num_attention_heads,
-        "num_query_groups": arch.num_query_groups,
-        "kv_channels": arch.kv_channels,
         "seq_length": arch.max_position_embeddings,
         "encoder_seq_length": arch.max_position_embeddings,
-        "max_position_embeddings": arch.max_position_embeddings,
-        "position_embedding_type": arch.positions,
-        "add_position_embedding": arch.positions == "learned_absolute",
-        "use_rotary_position_embeddings": arch.positions == "rope",
+        "add_position_embedding": not rope,
+        "use_rotary_position_embeddings": rope,
         "rotary_percent": 1.0,
         "rotary_base": int(arch.rotary_base) if arch.rotary_base.is_integer() else arch.rotary_base,
         "rotary_interleaved": False,
-        "normalization": arch.normalization,
-        "norm_epsilon": arch.norm_epsilon,
         "layernorm_epsilon": arch.norm_epsilon,
         "apply_layernorm_1p": False,
         "apply_residual_connection_post_layernorm": False,
-        "swiglu": swiglu,
         "squared_relu": False,
-        "openai_gelu": not mcore
-        and (arch.head_activation if arch.family == "bert" else arch.activation) == "gelu_tanh",
-        "bias_gelu_fusion": tanh and (mcore or (arch.family == "bert" and arch.head_activation == "gelu")),
+        "openai_gelu": not mcore and head == "gelu_tanh",
+        "bias_gelu_fusion": tanh and (mcore or (bert and arch.head_activation == "gelu")),
         "onnx_safe": None,
         "add_bias_linear": arch.bias,
         "add_qkv_bias": arch.qkv_bias,
-        "untie_embeddings_and_output_weights": not arch.tied,
-        "hidden_dropout": arch.hidden_dropout,
-        "attention_dropout": arch.attention_dropout,
-        "make_vocab_size_divisible_by": arch.vocab_multiple,
         "padded_vocab_size": padded,
         "orig_vocab_size": true_size,
         "true_vocab_size": true_size,
-        "tokenizer_type": tokenizer,
-        "bert_binary_head": arch.binary_head,
+        "tokenizer_type": {size: name for name, size in TRUE_SIZES.items()}.get(true_size),
+        "bert_binary_head": not arch.bert_no_binary_head,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
 
 
 def _real(args: Mapping[str, Any], name: str, default: float) -> float:
-    value = args.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
-        raise HoldfastError(f"args.{name} is {value}, where a number is expected")
-    return float(value)
+    return read_real(args, name, default, "args.")
 
 
-def _integer(args: Mapping[str, Any], name: str) -> int:
-    value = args.get(name)
-    if type(value) is not int or not 0 < value < LARGEST.get(name, 1 << 40):
-        raise HoldfastError(f"args.{name} is {value}, where a positive number of sane size is expected")
-    return value
+def _size(args: Mapping[str, Any], name: str) -> int:
+    return read_size(args, name, "args.", MAX_VOCAB_MULTIPLE if name == "make_vocab_size_divisible_by" else 1 << 40)
 
 
-def _cannot(name: str, value: Any) -> NoReturn:
+def _refuse(name: str, value: Any) -> NoReturn:
     raise HoldfastError(f"args.{name} = {value} changes the function in a way that cannot be converted exactly")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from holdfast.conversion.files.budget import Budget
 from holdfast.conversion.megatron.args import (
+    HEADS_UNKNOWN,
     architecture_from_args,
     architecture_from_shapes,
     true_size_from_args,
@@ -21,12 +22,11 @@ from holdfast.conversion.megatron.names import canonical_name, cut_of
 from holdfast.conversion.megatron.rank_files import RankFile, flatten, read_ranks
 from holdfast.conversion.megatron.settings import check_settings
 from holdfast.conversion.model import (
-    OUTPUT_LAYER,
     WORD_EMBEDDINGS,
-    Architecture,
     Model,
     check_complete,
     check_heads,
+    drop_tied_copy,
     with_vocabulary,
 )
 from holdfast.conversion.tensors import Tensor, equal, hstack, vstack
@@ -43,9 +43,7 @@ def read_megatron(
     width, depth = 1 + max(rank.tensor_rank for rank in ranks), 1 + max(rank.stage for rank in ranks)
     _check_grid(ranks, args, width, depth)
     parts = _canonical_parts(ranks)
-    family: Literal["gpt", "bert"] = (
-        "bert" if any("tokentype" in name for chunk in parts for name in chunk[0][0]) else "gpt"
-    )
+    bert = any("tokentype" in name for chunk in parts for name in chunk[0][0])
     mcore = any(
         ".linear_qkv" in name for rank in ranks for chunk in rank.chunks() for name, _ in flatten(chunk, rank.file.name)
     )
@@ -54,52 +52,62 @@ def read_megatron(
     layers = sum(len(_layers(part[0][0])) for part in parts)
     layouts = _Layouts(version, swiglu, args, heads, width, layers)
     tensors = _join(parts, layouts)
-    if family == "bert":
+    if bert:
         tensors = {re.sub(r"^decoder\.", "encoder.", name): tensor for name, tensor in tensors.items()}
-    notes = [*([version_note] if version_note else []), *check_settings(args, ignored)]
-    if args:
-        arch = architecture_from_args(args, tensors, family, mcore)
-        true_size, said_by = true_size_from_args(args, arch.padded_vocab_size, width)
-    else:
-        arch, found = architecture_from_shapes(tensors, family, heads)
-        true_size, said_by = true_size_of_release(arch)
-        notes += found
-    tensors = drop_tied_copy(arch, tensors, str(path))
-    check_complete(arch, tensors, str(path))
     stubs = sorted({name for rank in ranks for name in rank.file.names})
-    chunks = len(ranks[0].chunks())
-    naming = "mcore names" if mcore else "legacy names"
-    model = Model(
-        architecture=arch,
-        tensors=tensors,
-        origin=f"Megatron torch format, {naming}, version {version}, TP {width} × PP {depth} × VPP {chunks}",
+    chunks, naming = len(ranks[0].chunks()), "mcore" if mcore else "legacy"
+    return megatron_model(
+        path,
+        tensors,
+        args,
+        model_type="bert" if bert else "gpt",
+        mcore=mcore,
+        width=width,
+        heads=heads,
+        notes=[*([version_note] if version_note else []), *check_settings(args, ignored)],
+        origin=f"Megatron torch format, {naming} names, version {version}, TP {width} × PP {depth} × VPP {chunks}",
         iteration=_iteration(ranks[0]),
-        notes=notes,
         facts={
-            "kind": "megatron", "names": "mcore" if mcore else "legacy", "checkpoint_version": version,
+            "kind": "megatron", "names": naming, "checkpoint_version": version,
             "tensor_parallel": width, "pipeline_parallel": depth, "virtual_pipeline": chunks,
             "serialisation": ranks[0].file.serialisation, "objects_not_loaded": stubs,
             "optimizer": "optimizer" in ranks[0].content, "args": bool(args),
         },
         regions=[rank.file.region for rank in ranks],
         unchecked=budget.unchecked,
-        tokenizer=tokenizer_of(args),
     )  # fmt: skip
-    return said_vocabulary(model, true_size, said_by)
 
 
-def said_vocabulary(model: Model, true_size: int | None, said_by: str) -> Model:
-    """The model with the vocabulary size that something in the checkpoint says, and a note of what said it."""
-    if true_size is None:
-        return model
-    model = with_vocabulary(model, true_size, said_by)
-    model.notes.append(f"true vocabulary size {true_size}, from {said_by}")
-    return model
-
-
-def tokenizer_of(args: Mapping[str, Any]) -> dict[str, str]:
+def megatron_model(
+    path: Path,
+    tensors: dict[str, Tensor],
+    args: Mapping[str, Any],
+    *,
+    model_type: Literal["gpt", "bert"],
+    mcore: bool,
+    width: int,
+    heads: int | None,
+    notes: list[str],
+    facts: dict[str, Any],
+    **rest: Any,
+) -> Model:
+    """The model of whole tensors: its architecture and vocabulary from `args`, or from the shapes of a file without args."""
+    if args:
+        arch = architecture_from_args(args, tensors, model_type, mcore)
+        true_size, stated_by = true_size_from_args(args, arch.padded_vocab_size, width)
+    else:
+        arch, assumed = architecture_from_shapes(tensors, model_type, heads)
+        true_size, stated_by = true_size_of_release(arch) if facts["kind"] == "megatron" else (None, "")
+        notes = [*notes, *assumed]
+    tensors = drop_tied_copy(arch, tensors, f"{path}: the last stage's copy of the embedding", "the args")
+    check_complete(arch, tensors, str(path))
     kind = args.get("tokenizer_type")
-    return {"tokenizer_type": kind} if isinstance(kind, str) else {}
+    tokenizer = {"tokenizer_type": kind} if isinstance(kind, str) else {}
+    model = Model(arch, tensors, notes=notes, facts=facts, tokenizer=tokenizer, **rest)
+    if true_size is not None:
+        model = with_vocabulary(model, true_size, stated_by)
+        model.notes.append(f"true vocabulary size {true_size}, from {stated_by}")
+    return model
 
 
 def _iteration(rank: RankFile) -> int | None:
@@ -108,9 +116,9 @@ def _iteration(rank: RankFile) -> int | None:
 
 
 def _check_grid(ranks: list[RankFile], args: Mapping[str, Any], width: int, depth: int) -> None:
-    said = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or width
+    stated = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or width
     for name, declared, present in (
-        ("tensor_model_parallel_size", said, width),
+        ("tensor_model_parallel_size", stated, width),
         ("pipeline_model_parallel_size", args.get("pipeline_model_parallel_size") or depth, depth),
     ):
         if declared != present:
@@ -127,14 +135,13 @@ def _check_grid(ranks: list[RankFile], args: Mapping[str, Any], width: int, dept
 
 
 def _version(rank: RankFile, wanted: float | None, mcore: bool) -> tuple[float, str]:
-    said = rank.content.get("checkpoint_version")
+    stated = rank.content.get("checkpoint_version")
     if wanted is not None:
         if wanted not in (0, 1, 2, 3):
             raise HoldfastError(f"--checkpoint-version {wanted}: choose 0, 1.0, 2.0 or 3.0")
-        return float(
-            wanted
-        ), f"checkpoint version {wanted} as the flag says; the file says {said}" if wanted != said else ""
-    version = float(said) if said is not None else 3.0 if mcore else 0.0
+        note = f"checkpoint version {wanted} from the flag; the file has {stated}" if wanted != stated else ""
+        return float(wanted), note
+    version = float(stated) if stated is not None else 3.0 if mcore else 0.0
     if version not in (0.0, 1.0, 2.0, 3.0):
         raise HoldfastError(
             f"{rank.file.name}: checkpoint version {version} is unknown; --checkpoint-version says which rules apply"
@@ -201,9 +208,7 @@ class _Layouts:
             self.args.get("num_attention_heads") or self.heads or (16 if tensor.shape[0] * self.width == 3072 else None)
         )
         if type(heads) is not int:
-            raise HoldfastError(
-                "the file has no args, and heads cannot be seen in the shapes: give --num-attention-heads"
-            )
+            raise HoldfastError(HEADS_UNKNOWN)
         check_heads(self.layers, heads)
         local, remainder = divmod(heads, self.width)
         if remainder or not local or tensor.shape[0] % (3 * local):
@@ -280,15 +285,3 @@ def split_gate(name: str, shards: list[Tensor]) -> dict[str, Tensor]:
         f"{base}_gate.{kind}": vstack([shard.rows(0, half) for shard in shards]),
         f"{base}_up.{kind}": vstack([shard.rows(half, 2 * half) for shard in shards]),
     }
-
-
-def drop_tied_copy(arch: Architecture, tensors: dict[str, Tensor], origin: str) -> dict[str, Tensor]:
-    """The last pipeline stage holds a copy of a tied embedding; it must be one."""
-    if not arch.tied or OUTPUT_LAYER not in tensors:
-        return tensors
-    if not equal(tensors[OUTPUT_LAYER], tensors[WORD_EMBEDDINGS]):
-        raise HoldfastError(
-            f"{origin}: the last stage's copy of the embedding differs from the first stage's, "
-            "though the args say that they are tied"
-        )
-    return {name: tensor for name, tensor in tensors.items() if name != OUTPUT_LAYER}

@@ -6,23 +6,17 @@ The invariant: every tensor is covered by its chunks exactly once, each chunk li
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.conversion.files.archives import StoredTensor, load_torch
 from holdfast.conversion.files.budget import Budget
 from holdfast.conversion.files.pickles import Record, attributes, load_pickle, plain_attributes
 from holdfast.conversion.files.zips import Region, map_file
-from holdfast.conversion.megatron.args import architecture_from_args, architecture_from_shapes, true_size_from_args
 from holdfast.conversion.megatron.names import canonical_name
 from holdfast.conversion.megatron.rank_files import iteration_folder
-from holdfast.conversion.megatron.read import (
-    drop_tied_copy,
-    said_vocabulary,
-    split_gate,
-    tokenizer_of,
-)
+from holdfast.conversion.megatron.read import megatron_model, split_gate
 from holdfast.conversion.megatron.settings import check_settings
-from holdfast.conversion.model import MAX_LAYERS, WORD_EMBEDDINGS, Model, check_complete
+from holdfast.conversion.model import MAX_LAYERS, WORD_EMBEDDINGS, Model
 from holdfast.conversion.tensors import MatrixPiece, Tensor
 from holdfast.system.errors import HoldfastError
 
@@ -43,8 +37,8 @@ def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[st
     reader = Reader(folder)
     args, common = read_args(folder, reader)
     named = {name: name.removeprefix("model.") for name in reader.chunks if not _NOT_WEIGHTS.match(name)}
-    family: Literal["gpt", "bert"] = "bert" if any("tokentype" in name for name in named) else "gpt"
-    stack = "decoder" if family == "gpt" else "encoder"
+    bert = any("tokentype" in name for name in named)
+    stack = "encoder" if bert else "decoder"
     tensors = _tensors(reader, named, stack, folder)
     if args.get("swiglu") is True:
         tensors = {
@@ -52,24 +46,18 @@ def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[st
             for name, whole in tensors.items()
             for new, tensor in (split_gate(name, [whole]) if ".linear_fc1." in name else {name: whole}).items()
         }
-    notes = check_settings(args, ignored)
-    if args:
-        arch = architecture_from_args(args, tensors, family, mcore=True)
-        width = args.get("tensor_model_parallel_size")
-        true_size, said_by = true_size_from_args(args, arch.padded_vocab_size, width if type(width) is int else 1)
-    else:
-        arch, found = architecture_from_shapes(tensors, family, heads)
-        notes += found
-        true_size, said_by = None, ""
-    tensors = drop_tied_copy(arch, tensors, str(folder))
-    check_complete(arch, tensors, str(folder))
-    iteration = common.get("iteration")
-    model = Model(
-        architecture=arch,
-        tensors=tensors,
+    iteration, width = common.get("iteration"), args.get("tensor_model_parallel_size")
+    return megatron_model(
+        folder,
+        tensors,
+        args,
+        model_type="bert" if bert else "gpt",
+        mcore=True,
+        width=width if type(width) is int else 1,
+        heads=heads,
+        notes=check_settings(args, ignored),
         origin="Megatron torch_dist",
         iteration=iteration if type(iteration) is int else None,
-        notes=notes,
         facts={
             "kind": "torch_dist",
             "checkpoint_version": 3.0,
@@ -80,9 +68,7 @@ def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[st
         },
         regions=list(reader.files.values()),
         unchecked=reader.budget.unchecked,
-        tokenizer=tokenizer_of(args),
     )
-    return said_vocabulary(model, true_size, said_by)
 
 
 def _tensors(reader: "Reader", named: Mapping[str, str], stack: str, folder: Path) -> dict[str, Tensor]:

@@ -21,11 +21,10 @@ from holdfast.conversion.model import (
     padded_size,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
-from holdfast.conversion.tensors import Tensor, repeated, vstack
+from holdfast.conversion.tensors import DTYPE_NAMES, Tensor, repeated, vstack
 from holdfast.system.errors import HoldfastError, UsageError
 
 Names = Literal["mcore", "legacy"]
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def plan_megatron(
@@ -39,7 +38,7 @@ def plan_megatron(
     arch = model.architecture
     _check(arch, tensor_parallel, pipeline_parallel, version, names)
     true_size = arch.vocabulary()
-    padded = padded_size(true_size, arch.vocab_multiple * tensor_parallel)
+    padded = padded_size(true_size, arch.make_vocab_size_divisible_by * tensor_parallel)
     whole = {
         name: (pad_rows(tensor, true_size, padded, model.padding.get(name)) if name in VOCABULARY_TENSORS else tensor)
         for name in expected_shapes(arch)  # the order of the modules, on which old readers rely
@@ -50,11 +49,11 @@ def plan_megatron(
     stages = stage_sizes(arch.num_layers, pipeline_parallel)
     args = args_for(arch, true_size, padded, tensor_parallel, stages, names == "mcore")
     written = next(iter(whole.values())).dtype
-    args |= {"params_dtype": TorchName(_DTYPES[written]), "fp16": written == "F16", "bf16": written == "BF16"}
+    args |= {"params_dtype": TorchName(DTYPE_NAMES[written]), "fp16": written == "F16", "bf16": written == "BF16"}
     if model.tokenizer.get("tokenizer_type"):
         args["tokenizer_type"] = model.tokenizer["tokenizer_type"]
     elif names == "legacy" and args["tokenizer_type"] is None:  # old readers stop without one
-        args["tokenizer_type"] = "BertWordPieceLowerCase" if arch.family == "bert" else "GPT2BPETokenizer"
+        args["tokenizer_type"] = "BertWordPieceLowerCase" if arch.model_type == "bert" else "GPT2BPETokenizer"
     files = [PlannedFile("latest_checkpointed_iteration.txt", content=b"release")]
     for stage in range(pipeline_parallel):
         owned = _stage(arch, whole, stage, stages)
@@ -72,7 +71,7 @@ def plan_megatron(
             }
             files.append(PlannedFile(f"release/{folder}/model_optim_rng.pt", shard, tree=tree))
     notes = []
-    if names == "mcore" and arch.family == "bert" and arch.head_activation == "gelu_tanh":
+    if names == "mcore" and arch.model_type == "bert" and arch.head_activation == "gelu_tanh":
         notes.append(
             "Megatron-core's BERT head has the exact GELU, this model's the tanh form: its activations differ by at most 4.8e-4 "
             "(--megatron-names legacy keeps them)"
