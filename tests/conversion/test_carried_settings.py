@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from holdfast import convert
-from holdfast.conversion.converting import Options, run_conversion
+from holdfast.conversion.command import ConvertOptions
+from holdfast.conversion.converting import run_conversion
 from holdfast.conversion.megatron.write import stage_sizes
 from holdfast.conversion.sources import read_model
 from tests.conversion.huggingface.test_huggingface import build
@@ -59,7 +60,7 @@ def test_a_llama_with_dropout_becomes_hugging_face_with_a_note(tmp_path):
     spec = Spec(swiglu=True, groups=2)
     truth, more = make_truth(spec, spec.padded(1)), {"orig_vocab_size": spec.vocab, "hidden_dropout": 0.1}
     source = write_megatron(tmp_path / "m", spec, truth, names="mcore", **more)
-    report = run_conversion(source, tmp_path / "hf", "hf", Options(verify=True))
+    report = run_conversion(ConvertOptions(source=source, destination=tmp_path / "hf", to="hf", verify=True))
     assert any("hidden_dropout 0.1 left out" in note for note in report.notes)
 
 
@@ -67,7 +68,7 @@ def test_bert_with_a_fused_gelu_becomes_a_run_with_a_note(tmp_path):
     spec = Spec(family="bert")
     more = {"bias_gelu_fusion": True, "openai_gelu": False, "orig_vocab_size": spec.vocab}
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), **more)
-    report = run_conversion(source, tmp_path / "run", "holdfast", Options(verify=True))
+    report = run_conversion(ConvertOptions(source=source, destination=tmp_path / "run", to="holdfast", verify=True))
     assert any("at most 4.8e-4" in note for note in report.notes) and not report.verification["exact"]
     assert report.verification["announced_difference"] < 1e-2
 
@@ -138,7 +139,7 @@ def test_a_tokenizer_that_gives_other_ids_fails_the_verification(tmp_path, monke
     (source / "vocab.json").write_text(json.dumps(vocabulary))
     (source / "merges.txt").write_text("#version: 0.2\n")
     convert(source, tmp_path / "right", verify=True)
-    settle = converting.settle_vocabulary
+    settle = converting.choose_vocabulary
 
     def confused(model, options):
         model, tokenizer = settle(model, options)
@@ -146,6 +147,6 @@ def test_a_tokenizer_that_gives_other_ids_fails_the_verification(tmp_path, monke
         tokenizer.files["tokenizer.json"] = text.replace('"\\u0001":', '"e":').encode()
         return model, tokenizer
 
-    monkeypatch.setattr(converting, "settle_vocabulary", confused)
+    monkeypatch.setattr(converting, "choose_vocabulary", confused)
     with pytest.raises(HoldfastError, match=r"tokenizer\.json gives other ids"):
         convert(source, tmp_path / "wrong", verify=True)

@@ -1,12 +1,15 @@
 """`--verify` accepts what is right and notices what is not; its two forwards agree with transformers in double precision."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast import convert
-from holdfast.conversion.converting import Options, run_conversion
+from holdfast.conversion.command import ConvertOptions
+from holdfast.conversion.converting import run_conversion
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan
 from holdfast.conversion.tensors import hstack
@@ -49,8 +52,8 @@ def test_right_conversions_verify(tmp_path, family, to):
     spec = Spec(swiglu=True, groups=2) if family == "llama" else Spec(family=family)
     names = "mcore" if family == "llama" else "legacy"
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(2)), 3.0, 2, 2, 1, names)
-    options = Options(true_vocab_size=spec.vocab, verify=True, megatron_names=names)
-    report = run_conversion(source, tmp_path / "out", to, options)
+    options = {"true_vocab_size": spec.vocab, "verify": True, "megatron_names": names}
+    report = run_conversion(ConvertOptions(source=source, destination=tmp_path / "out", to=to, **options))
     assert report.verification["exact"] is (to != "holdfast")
     assert report.verification["largest_difference"] < 1e-12 and report.verification["checksums"] > 20
 
@@ -58,7 +61,7 @@ def test_right_conversions_verify(tmp_path, family, to):
 @pytest.mark.parametrize("model", [GPT2_TINY, LLAMA_TINY])
 def test_a_run_of_holdfast_verifies(tmp_path, model):
     run = write_run(tmp_path / "run", model, build_gpt(model))
-    report = run_conversion(run, tmp_path / "hf", "hf", Options(verify=True))
+    report = run_conversion(ConvertOptions(source=run, destination=tmp_path / "hf", to="hf", verify=True))
     assert report.verification["exact"] and report.verification["largest_difference"] < 1e-12
 
 
@@ -67,7 +70,6 @@ def test_a_wrong_target_is_noticed(tmp_path):
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), 3.0)
     folder = convert(source, tmp_path / "hf", true_vocab_size=spec.vocab)
     model = read_model(source)
-    from dataclasses import replace
 
     model = replace(model, architecture=replace(model.architecture, vocab_size=spec.vocab))
     verify_conversion(source, model, folder, Plan([]), {})
@@ -123,7 +125,6 @@ def planted(name):
         return split_qkv(vstack([tensor.rows(1, tensor.shape[0]), tensor.rows(0, 1)]), arch)
 
     def other_epsilon(*arguments):
-        from dataclasses import replace
 
         return replace(architecture(*arguments), norm_epsilon=0.1)
 
@@ -162,14 +163,14 @@ def test_a_mistake_of_the_reader_is_noticed(tmp_path, monkeypatch, bug, family, 
     args = {"bias_gelu_fusion": True, "openai_gelu": False} if "fused" in family else {}
     names, truth = "mcore" if llama else "legacy", make_truth(spec, spec.padded(2))
     source = write_megatron(tmp_path / "m", spec, truth, 3.0, 2, 1, 1, names, orig_vocab_size=spec.vocab, **args)
-    options = Options(verify=True, dtype=dtype)
-    report = run_conversion(source, tmp_path / "right", "hf", options)
+    options = ConvertOptions(source=source, destination=tmp_path / "right", verify=True, dtype=dtype)
+    report = run_conversion(options)
     assert report.verification["largest_difference"] < 1e-12
     assert report.verification["exact"] is (dtype in (None, "float32") and "fused" not in family)
     for target, name, wrong in planted(bug):
         monkeypatch.setattr(target, name, wrong)
     with pytest.raises(HoldfastError, match="verification failed"):
-        run_conversion(source, tmp_path / "wrong", "hf", options)
+        run_conversion(replace(options, destination=tmp_path / "wrong"))
     assert not (tmp_path / "wrong").exists()
 
 
@@ -177,7 +178,7 @@ def test_a_mistake_of_the_reader_is_noticed(tmp_path, monkeypatch, bug, family, 
 def test_every_version_verifies_with_its_own_row_order(tmp_path, version):
     spec = Spec()
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(2)), version, 2, 1, orig_vocab_size=101)
-    report = run_conversion(source, tmp_path / "hf", "hf", Options(verify=True))
+    report = run_conversion(ConvertOptions(source=source, destination=tmp_path / "hf", to="hf", verify=True))
     assert report.verification["exact"] and report.verification["largest_difference"] < 1e-12
 
 

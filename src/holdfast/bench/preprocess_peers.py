@@ -77,7 +77,6 @@ def with_tokenizers(source: str, writer: PairWriter, vocab: str, merges: str, wo
 
 def with_gigatoken(source: str, writer: PairWriter, vocab: str, merges: str, workers: int) -> None:
     import gigatoken
-
     import tokenizers
 
     definition = read_recipe("GPT2BPETokenizer", vocab, merges).definition

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from holdfast.conversion.command import ConvertOptions
 from holdfast.conversion.model import Model, with_vocabulary
-from holdfast.conversion.options import Options, Target
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import Plan, write_plan
 from holdfast.conversion.tensors import DTYPE_NAMES
@@ -36,14 +36,19 @@ class Report:
     verification: dict[str, Any] | None = None
 
 
-def convert(source: Path | str, destination: Path | str, to: Target = "hf", **options: Any) -> Path:
-    """Converts a checkpoint. `options` are the flags of `holdfast convert`, with underscores. Gives the new folder's path."""
-    return run_conversion(Path(source), Path(destination), to, Options(**options)).destination
+def convert(
+    source: Path | str, destination: Path | str, to: Literal["hf", "megatron", "holdfast"] = "hf", **options: Any
+) -> Path:
+    """Converts a checkpoint. `options` are the flags of `holdfast convert`, with underscores. Returns the new folder's path."""
+    return run_conversion(
+        ConvertOptions(source=Path(source), destination=Path(destination), to=to, **options)
+    ).destination
 
 
-def run_conversion(source: Path, destination: Path, to: Target, options: Options) -> Report:
-    if to not in ("hf", "megatron", "holdfast"):
-        raise UsageError(f"--to {to}: choose hf, megatron or holdfast")
+def run_conversion(options: ConvertOptions) -> Report:
+    source, destination = options.source, options.destination
+    if options.to not in ("hf", "megatron", "holdfast"):
+        raise UsageError(f"--to {options.to}: choose hf, megatron or holdfast")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"--dtype {options.dtype}: choose one of {', '.join(DTYPES)}")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
@@ -51,11 +56,11 @@ def run_conversion(source: Path, destination: Path, to: Target, options: Options
     if source.is_dir() and destination.resolve().is_relative_to(source.resolve()) and destination != source:
         raise HoldfastError(f"{destination} lies inside the source {source}; choose a folder outside it")
     model = read_model(source, options.num_attention_heads, options.checkpoint_version, options.ignore_args)
-    model, tokenizer = settle_vocabulary(model, options)
+    model, tokenizer = choose_vocabulary(model, options)
     if options.make_vocab_size_divisible_by is not None:
         arch = replace(model.architecture, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
         model = replace(model, architecture=arch)
-    plan = _plan(model, tokenizer, to, options, destination)
+    plan = _plan(model, tokenizer, options)
     with _ended_by_sigterm(), publish_folder(destination) as folder:
         digests = write_plan(plan, folder, model.regions, model.unchecked, hashed=options.verify)
         verification = None
@@ -87,7 +92,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "TokenizerFiles | None"]:
+def choose_vocabulary(model: Model, options: ConvertOptions) -> tuple[Model, "TokenizerFiles | None"]:
     """The true vocabulary size and the tokenizer's files, from the flags first, then from what the source names."""
     from holdfast.conversion.huggingface.tokenizer_files import choose_tokenizer, read_tokenizer
 
@@ -104,10 +109,10 @@ def settle_vocabulary(model: Model, options: Options) -> tuple[Model, "Tokenizer
         # Those of the tokenizer that the user gave count.
         generation = {name: value for name, value in model.generation.items() if not name.endswith("_token_id")}
         model = replace(model, special_ids={}, generation=generation, companions={})
-    return settle_size(model, options.true_vocab_size, tokenizer), tokenizer
+    return _with_true_size(model, options.true_vocab_size, tokenizer), tokenizer
 
 
-def settle_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | None") -> Model:
+def _with_true_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | None") -> Model:
     if wanted is not None and wanted < 1:
         raise UsageError("--true-vocab-size must be positive")
     # These may have more rows than their tokenizer has tokens; which of them to keep is for the user to say.
@@ -126,25 +131,20 @@ def settle_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | N
     return with_vocabulary(model, tokenizer.size, tokenizer.source)
 
 
-def _plan(model: Model, tokenizer: "TokenizerFiles | None", to: Target, options: Options, destination: Path) -> Plan:
+def _plan(model: Model, tokenizer: "TokenizerFiles | None", options: ConvertOptions) -> Plan:
     dtype = DTYPES[options.dtype] if options.dtype else None
-    if to == "hf":
+    if options.to == "hf":
         from holdfast.conversion.huggingface.write import plan_huggingface
 
         return plan_huggingface(model, tokenizer, dtype, options.max_shard_size, options.bin, options.keep_padding)
-    if to == "megatron":
+    if options.to == "megatron":
         from holdfast.conversion.megatron.write import plan_megatron
 
+        # --checkpoint-version is about the source where that is Megatron's.
         from_megatron = model.facts.get("kind") == "megatron"
         version = 3.0 if from_megatron or options.checkpoint_version is None else options.checkpoint_version
-        return plan_megatron(
-            model,
-            dtype,
-            options.tensor_model_parallel_size,
-            options.pipeline_model_parallel_size,
-            version,
-            options.megatron_names,
-        )
+        ranks = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+        return plan_megatron(model, dtype, *ranks, version, options.megatron_names)
     from holdfast.conversion.holdfast_checkpoint import plan_holdfast
 
-    return plan_holdfast(model, dtype, tokenizer.names if tokenizer else {}, destination)
+    return plan_holdfast(model, dtype, tokenizer.names if tokenizer else {}, options.destination)

@@ -24,13 +24,14 @@ from holdfast.conversion.files.zips import map_file
 from holdfast.conversion.huggingface.tokenizer_files import check_size
 from holdfast.conversion.megatron.write import pad_rows
 from holdfast.conversion.model import (
+    SPECIAL_IDS,
     VOCABULARY_TENSORS,
     WORD_EMBEDDINGS,
     Architecture,
     Model,
     check_complete,
-    known_special_ids,
     padded_size,
+    valid_ids,
 )
 from holdfast.conversion.stream import Plan, PlannedFile
 from holdfast.conversion.tensors import WIDTHS, MatrixPiece, Tensor, bits_type
@@ -82,7 +83,9 @@ def read_holdfast(path: Path) -> Model:
         },
         regions=[checkpoint],
         tokenizer=_tokenizer(path, checkpoint, config.data),
-        special_ids=known_special_ids(special_ids, arch.padded_vocab_size) if isinstance(special_ids, Mapping) else {},
+        special_ids=valid_ids(special_ids, SPECIAL_IDS, arch.padded_vocab_size)
+        if isinstance(special_ids, Mapping)
+        else {},
     )
 
 
@@ -192,7 +195,7 @@ def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str],
             files=[describe_shard(layout, 0, 1, checksum_chunks(region.data, threads=2))],
             shared={
                 "iteration": step,
-                "config": _tables(config),
+                "config": asdict(config),
                 "true_vocab_size": true_size,
                 "special_ids": model.special_ids,
             },
@@ -216,10 +219,3 @@ def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str],
     if arch.model_type == "bert" and arch.activation != arch.head_activation:
         notes.append(HEAD_NOTE)
     return Plan(files, notes, finish)
-
-
-def _tables(config: Config) -> dict[str, Any]:
-    return {
-        section: {key: list(value) if isinstance(value, tuple) else value for key, value in table.items()}
-        for section, table in asdict(config).items()
-    }

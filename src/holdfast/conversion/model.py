@@ -17,6 +17,7 @@ from holdfast.system.errors import HoldfastError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id")
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias")
 
 
@@ -231,12 +232,9 @@ def with_vocabulary(model: Model, true_size: int | None, said_by: str, override:
     return replace(model, architecture=replace(arch, vocab_size=true_size))
 
 
-def known_special_ids(stated: Mapping[str, Any], size: int) -> dict[str, int | list[int]]:
-    """bos_token_id and eos_token_id of a configuration (the latter may be several), where they are ids of the vocabulary."""
-    return valid_ids(stated, ("bos_token_id", "eos_token_id"), size)
-
-
 def valid_ids(stated: Mapping[str, Any], names: Iterable[str], size: int) -> dict[str, int | list[int]]:
+    """The token ids of a configuration (eos_token_id may be several) that the vocabulary has."""
+
     def valid(value: Any) -> bool:
         return type(value) is int and 0 <= value < size
 

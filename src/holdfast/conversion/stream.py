@@ -106,7 +106,8 @@ def _open_target(file: PlannedFile, path: Path) -> _Target:
     if file.tree is not None:
         layout = lay_out_torch(file.tree, file.tensors, path.stem)
         layout.start(descriptor)
-        return _Target(descriptor, layout.places, layout)
+        places = {name: entry.start for name, entry in layout.tensors.items()}
+        return _Target(descriptor, places, layout)
     header, places = file.layout or safetensors_header(file.tensors, file.metadata)
     pwrite_all(descriptor, header, 0)
     os.ftruncate(descriptor, len(header) + sum(tensor.nbytes for tensor in file.tensors.values()))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from holdfast import convert
-from holdfast.conversion.converting import Options, run_conversion
+from holdfast.conversion.command import ConvertOptions
+from holdfast.conversion.converting import run_conversion
 from tests.conversion.huggingface.test_huggingface import build
 from tests.conversion.oracles import load_wide, load_wide_bert
 
@@ -85,6 +86,8 @@ def test_megatron_core_computes_the_same_function_in_both_directions(tmp_path, w
         assert_equal(str(tmp_path / f"{family}-load.npy"), theirs(originals[family], family))
         saved = tmp_path / f"{family}-saved-by-megatron"
         assert (saved / "iter_0000005/.metadata").is_file()
-        report = run_conversion(saved, tmp_path / f"{family}-back", "hf", Options(verify=True))
+        report = run_conversion(
+            ConvertOptions(source=saved, destination=tmp_path / f"{family}-back", to="hf", verify=True)
+        )
         assert "torch_dist" in report.source and report.verification["exact"]
         assert_equal(str(tmp_path / f"{family}-save.npy"), theirs(tmp_path / f"{family}-back", family))

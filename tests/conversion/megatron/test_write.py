@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from holdfast import convert
-from holdfast.conversion.converting import Options, run_conversion
+from holdfast.conversion.command import ConvertOptions
+from holdfast.conversion.converting import run_conversion
 from holdfast.system.errors import HoldfastError, UsageError
 from tests.conversion.megatron_files import Spec, make_truth, write_megatron
 
@@ -129,8 +130,8 @@ def test_layouts_that_do_not_divide_are_refused(tmp_path):
 def test_a_tanh_head_of_bert_is_kept_where_megatron_has_it_and_said_where_not(tmp_path, names, exact):
     spec = Spec(family="bert")
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), 3.0, openai_gelu=True)
-    options = Options(true_vocab_size=spec.vocab, megatron_names=names, verify=True)
-    report = run_conversion(source, tmp_path / "out", "megatron", options)
+    options = {"true_vocab_size": spec.vocab, "megatron_names": names, "verify": True}
+    report = run_conversion(ConvertOptions(source=source, destination=tmp_path / "out", to="megatron", **options))
     assert any("4.8e-4" in note for note in report.notes) is not exact
     args = vars(load(tmp_path / "out/release/mp_rank_00/model_optim_rng.pt")["args"])
     assert (args["openai_gelu"], args["bias_gelu_fusion"]) == ((True, False) if exact else (False, True))
@@ -143,5 +144,7 @@ def test_the_optimizer_that_stays_behind_is_said(tmp_path):
     path = source / "iter_0000100/mp_rank_00/model_optim_rng.pt"
     torch.save({**torch.load(path, weights_only=False), "optimizer": {"state": {}}}, path)
     for to in ("hf", "megatron", "holdfast"):
-        report = run_conversion(source, tmp_path / to, to, Options(true_vocab_size=spec.vocab))
+        report = run_conversion(
+            ConvertOptions(source=source, destination=tmp_path / to, to=to, true_vocab_size=spec.vocab)
+        )
         assert any(note.startswith("optimizer state left behind") for note in report.notes)

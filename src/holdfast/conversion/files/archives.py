@@ -21,7 +21,7 @@ from holdfast.system.errors import HoldfastError
 LEGACY_START = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """The pickled magic number with which a file of torch before 1.6 begins."""
 
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "LongStorage": "I64",
     "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8", "BoolStorage": "BOOL",
     "UntypedStorage": "U8", "Float8_e4m3fnStorage": "F8_E4M3", "Float8_e5m2Storage": "F8_E5M2",
@@ -50,12 +50,8 @@ class StoredTensor:
         return self.storage.dtype
 
     def view(self) -> Bits:
-        numbers = (self.offset, *self.shape, *self.stride)
-        if (
-            len(self.shape) != len(self.stride)
-            or len(self.shape) > 8
-            or not all(_is_size(number) for number in numbers)
-        ):
+        sane = len(self.shape) == len(self.stride) <= 8
+        if not sane or not all(map(_is_size, (self.offset, *self.shape, *self.stride))):
             raise HoldfastError(f"a tensor with impossible shape {self.shape} or stride {self.stride}")
         reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         count = math.prod(self.shape)
@@ -187,19 +183,13 @@ def _load_tree(
         if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
             raise HoldfastError("a reference that is not a storage")
         _, kind, key, _, count = identity[:5]
-        dtype = _STORAGES.get(kind.name) if isinstance(kind, Global) and kind.module.startswith("torch") else None
-        if (
-            dtype is None
-            or not isinstance(key, str)
-            or not _is_size(count)
-            or (len(identity) == 6 and identity[5] is not None)
-        ):
+        dtype = STORAGES.get(kind.name) if isinstance(kind, Global) and kind.module.startswith("torch") else None
+        is_view = len(identity) == 6 and identity[5] is not None
+        if dtype is None or not isinstance(key, str) or not _is_size(count) or is_view:
             raise HoldfastError(f"a storage of unknown kind {kind}")
         storage = Storage(key, dtype, count)
-        if declared is not None:
-            known = declared.setdefault(key, storage)
-            if known != storage:
-                raise HoldfastError(f"storage {key} is declared twice, differently")
+        if declared is not None and declared.setdefault(key, storage) != storage:
+            raise HoldfastError(f"storage {key} is declared twice, differently")
         return storage
 
     def rebuild(arguments: tuple[Any, ...]) -> StoredTensor:

@@ -85,9 +85,9 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple | dict | str) and not value:
         return None
-    return Opaque(
-        value.name if isinstance(value, Record) else str(value) if isinstance(value, Global) else type(value).__name__
-    )
+    if isinstance(value, Record):
+        return Opaque(value.name)
+    return Opaque(str(value) if isinstance(value, Global) else type(value).__name__)
 
 
 def plain_attributes(value: Any) -> dict[str, Any]:
@@ -129,11 +129,8 @@ class _Machine:
     def _bytes(self, count: int) -> memoryview:
         end = self._at + count
         if count < 0 or end > len(self._data):
-            _refuse(
-                f"more than {MAX_PICKLE_BYTES >> 20} MiB in all pickles of the source"
-                if self._cut
-                else "it ends too early"
-            )
+            large = f"more than {MAX_PICKLE_BYTES >> 20} MiB in all pickles of the source"
+            _refuse(large if self._cut else "it ends too early")
         piece = self._data[self._at : end]
         self._at = end
         return piece
@@ -157,6 +154,9 @@ class _Machine:
             _refuse("it takes a value that is not there")
         return self._stack.pop()
 
+    def _pops(self, count: int) -> list[Any]:
+        return [self._pop() for _ in range(count)][::-1]
+
     def _top(self) -> Any:
         value = self._pop()
         self._stack.append(value)
@@ -169,9 +169,6 @@ class _Machine:
         values = self._stack[start:]
         del self._stack[start:]
         return values
-
-    def _drop_to_mark(self) -> None:
-        self._to_mark()
 
     def _nest(self, container: Any, values: Iterable[Any]) -> Any:
         inner, depths = 0, self._depths
@@ -188,9 +185,6 @@ class _Machine:
         if len(self._marks) >= MAX_DEPTH:
             _refuse(f"nested more than {MAX_DEPTH} deep")
         self._marks.append(len(self._stack))
-
-    def _duplicate(self) -> None:
-        self._push(self._top())
 
     def _discard(self) -> None:
         if self._marks and self._marks[-1] == len(self._stack):
@@ -239,10 +233,6 @@ class _Machine:
             target.state = state
             self._nest(target, (state,))
 
-    def _append(self) -> None:
-        value = self._pop()
-        self._extend([value])
-
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
         place = target.items if isinstance(target, Record) else target
@@ -269,17 +259,8 @@ class _Machine:
             _refuse("it sets items of something that is not a dict")
         self._nest(target, values)
 
-    def _tuple(self, count: int) -> None:
-        values = [self._pop() for _ in range(count)][::-1]
-        self._push(self._nest(tuple(values), values))
-
-    def _tuple_to_mark(self) -> None:
-        values = self._to_mark()
-        self._push(self._nest(tuple(values), values))
-
-    def _list_to_mark(self) -> None:
-        values = self._to_mark()
-        self._push(self._nest(values, values))
+    def _collect(self, kind: type[list[Any]] | type[tuple[Any, ...]], values: list[Any]) -> None:
+        self._push(self._nest(kind(values), values))
 
     def _dict_to_mark(self) -> None:
         values = self._to_mark()
@@ -310,9 +291,6 @@ class _Machine:
             _refuse("an integer of absurd size")
         self._push({"00": False, "01": True}.get(line) if line in ("00", "01") else int(line))
 
-    def _skip(self, count: int) -> None:
-        self._bytes(count)
-
     def _text(self, count: int, encoding: str, errors: str = "strict") -> None:
         self._push(bytes(self._bytes(count)).decode(encoding, errors))
 
@@ -331,16 +309,16 @@ def _refuse(reason: str) -> NoReturn:
 
 _CONTAINERS = (list, dict, tuple, Record)
 
-Operation = Callable[[_Machine], None]
+Operation = Callable[[_Machine], object]
 
 _TABLE: dict[bytes, Operation | None] = {
     b".": None,
-    b"\x80": lambda m: m._skip(1),
-    b"\x95": lambda m: m._skip(8),
+    b"\x80": lambda m: m._bytes(1),
+    b"\x95": lambda m: m._bytes(8),
     b"(": _Machine._mark,
     b"0": _Machine._discard,
-    b"1": _Machine._drop_to_mark,
-    b"2": _Machine._duplicate,
+    b"1": _Machine._to_mark,
+    b"2": lambda m: m._push(m._top()),
     b"N": lambda m: m._push(None),
     b"\x88": lambda m: m._push(True),
     b"\x89": lambda m: m._push(False),
@@ -365,21 +343,21 @@ _TABLE: dict[bytes, Operation | None] = {
     b"\x8e": lambda m: m._push(bytes(m._bytes(m._number("<Q", 8)))),
     b"\x96": lambda m: m._push(bytes(m._bytes(m._number("<Q", 8)))),
     b"]": lambda m: m._push([]),
-    b"l": _Machine._list_to_mark,
-    b"a": _Machine._append,
+    b"l": lambda m: m._collect(list, m._to_mark()),
+    b"a": lambda m: m._extend([m._pop()]),
     b"e": lambda m: m._extend(m._to_mark()),
     b"\x8f": lambda m: m._push([]),
     b"\x90": lambda m: m._extend(m._to_mark()),
-    b"\x91": _Machine._list_to_mark,
+    b"\x91": lambda m: m._collect(list, m._to_mark()),
     b"}": lambda m: m._push({}),
     b"d": _Machine._dict_to_mark,
     b"s": _Machine._set_item,
     b"u": lambda m: m._set(m._to_mark()),
     b")": lambda m: m._push(()),
-    b"t": _Machine._tuple_to_mark,
-    b"\x85": lambda m: m._tuple(1),
-    b"\x86": lambda m: m._tuple(2),
-    b"\x87": lambda m: m._tuple(3),
+    b"t": lambda m: m._collect(tuple, m._to_mark()),
+    b"\x85": lambda m: m._collect(tuple, m._pops(1)),
+    b"\x86": lambda m: m._collect(tuple, m._pops(2)),
+    b"\x87": lambda m: m._collect(tuple, m._pops(3)),
     b"c": _Machine._text_global,
     b"\x93": _Machine._stack_global,
     b"R": _Machine._reduce,

@@ -7,143 +7,138 @@ dtypes, so that torch.load(weights_only=True) with Namespace allowed reads it. A
 import os
 import struct
 import zlib
+from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.conversion.files.archives import STORAGES
+from holdfast.conversion.files.pickles import Global
 from holdfast.conversion.tensors import WIDTHS, Tensor
 from holdfast.system.descriptors import pwrite_all
 
-_STORAGES = {
-    "F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage", "I64": "LongStorage",
-    "I32": "IntStorage", "I16": "ShortStorage", "I8": "CharStorage", "U8": "ByteStorage", "BOOL": "BoolStorage",
-}  # fmt: skip
+_STORAGE_OF = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Namespace:
-    """Becomes an argparse.Namespace with these attributes."""
-
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class TorchName:
-    """Becomes the global torch.<name>, such as a dtype."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """Becomes an OrderedDict."""
-
-    values: Mapping[str, Any]
+NONE_32 = 0xFFFFFFFF
+"""Stands in a 32-bit field of a zip whose value is in the 64-bit extension."""
 
 
 @dataclass
-class _Entry:
-    name: str
+class _ZipEntry:
+    name: bytes
     size: int
-    crc: int
     header: int
     """Where its local header starts."""
     extra: bytes
+    crc: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.header + 30 + len(self.name) + len(self.extra)
 
 
 @dataclass
 class TorchLayout:
-    places: dict[str, int]
-    entries: list[_Entry]
-    small: list[tuple[int, bytes]]
-    keys: dict[str, str]
-    end: int
-    names: dict[str, _Entry] = field(default_factory=dict)
+    """The members of a zip with their places; checksums of tensors come last."""
+
+    root: str
+    tensors: dict[str, _ZipEntry] = field(default_factory=dict)
+    end: int = 0
+    _entries: list[_ZipEntry] = field(default_factory=list)
+    _contents: dict[int, bytes] = field(default_factory=dict)
+
+    def add(self, name: str, size: int) -> _ZipEntry:
+        raw = f"{self.root}/{name}".encode()
+        zip64 = struct.pack("<HHQQ", 1, 16, size, size) if size >= NONE_32 else b""
+        padding = -(self.end + 30 + len(raw) + len(zip64) + 4) % ALIGNMENT
+        extra = zip64 + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+        entry = _ZipEntry(raw, size, self.end, extra)
+        self._entries.append(entry)
+        self.end = entry.start + size
+        return entry
+
+    def add_content(self, name: str, content: bytes) -> None:
+        entry = self.add(name, len(content))
+        entry.crc = zlib.crc32(content)
+        self._contents[entry.start] = content
 
     def start(self, descriptor: int) -> None:
         os.ftruncate(descriptor, self.end)
-        for at, content in self.small:
+        for at, content in self._contents.items():
             pwrite_all(descriptor, content, at)
 
     def finish(self, descriptor: int, checksums: Mapping[str, int]) -> None:
         for name, crc in checksums.items():
-            self.names[name].crc = crc
+            self.tensors[name].crc = crc
         directory = b""
-        for entry in self.entries:
+        for entry in self._entries:
             pwrite_all(descriptor, _local_header(entry), entry.header)
             directory += _directory_entry(entry)
-        pwrite_all(descriptor, directory + _end(len(self.entries), len(directory), self.end), self.end)
+        pwrite_all(descriptor, directory + _end(len(self._entries), len(directory), self.end), self.end)
 
 
 def lay_out_torch(tree: Any, tensors: Mapping[str, Tensor], root: str) -> TorchLayout:
     """Where everything goes. `tensors` names the Tensor objects that are the leaves of `tree`."""
     keys = {id(tensor): str(index) for index, tensor in enumerate(tensors.values())}
-    pickled = _Pickler(keys).pickle(tree)
-    layout = TorchLayout({}, [], [], {}, 0)
-
-    def add(name: str, size: int, crc: int = 0) -> tuple[_Entry, int]:
-        raw = f"{root}/{name}".encode()
-        header = layout.end
-        zip64 = struct.pack("<HHQQ", 1, 16, size, size) if size >= 0xFFFFFFFF else b""
-        padding = -(header + 30 + len(raw) + len(zip64) + 4) % ALIGNMENT
-        extra = zip64 + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-        entry = _Entry(raw.decode(), size, crc, header, extra)
-        layout.entries.append(entry)
-        start = header + 30 + len(raw) + len(extra)
-        layout.end = start + size
-        return entry, start
-
-    for name, content in (("data.pkl", pickled), ("byteorder", b"little")):
-        _, start = add(name, len(content), zlib.crc32(content))
-        layout.small.append((start, content))
+    layout = TorchLayout(root)
+    layout.add_content("data.pkl", _Pickler(keys).pickle(tree))
+    layout.add_content("byteorder", b"little")
     for (name, tensor), key in zip(tensors.items(), keys.values(), strict=True):
-        layout.names[name], layout.places[name] = add(f"data/{key}", tensor.nbytes)
-    _, start = add("version", 2, zlib.crc32(b"3\n"))
-    layout.small.append((start, b"3\n"))
+        layout.tensors[name] = layout.add(f"data/{key}", tensor.nbytes)
+    layout.add_content("version", b"3\n")
     return layout
 
 
-def _local_header(entry: _Entry) -> bytes:
-    name, size = entry.name.encode(), min(entry.size, 0xFFFFFFFF)
-    version = 45 if size == 0xFFFFFFFF else 20
-    fixed = struct.pack(
-        "<4s5HIIIHH", b"PK\x03\x04", version, 0x800, 0, 0, 0x21, entry.crc, size, size, len(name), len(entry.extra)
+def _local_header(entry: _ZipEntry) -> bytes:
+    size = min(entry.size, NONE_32)
+    fields = (
+        45 if size == NONE_32 else 20,
+        0x800,
+        0,
+        0,
+        0x21,
+        entry.crc,
+        size,
+        size,
+        len(entry.name),
+        len(entry.extra),
     )
-    return fixed + name + entry.extra
+    return struct.pack("<4s5HIIIHH", b"PK\x03\x04", *fields) + entry.name + entry.extra
 
 
-def _directory_entry(entry: _Entry) -> bytes:
-    name, size, offset = entry.name.encode(), min(entry.size, 0xFFFFFFFF), min(entry.header, 0xFFFFFFFF)
-    large = ([entry.size] * 2 if size == 0xFFFFFFFF else []) + ([entry.header] if offset == 0xFFFFFFFF else [])
+def _directory_entry(entry: _ZipEntry) -> bytes:
+    size, offset = min(entry.size, NONE_32), min(entry.header, NONE_32)
+    large = ([entry.size] * 2 if size == NONE_32 else []) + ([entry.header] if offset == NONE_32 else [])
     extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     version = 45 if large else 20
-    fixed = struct.pack(
-        "<4s6HIIIHHHHHII", b"PK\x01\x02", version, version, 0x800, 0, 0, 0x21, entry.crc, size, size,
-        len(name), len(extra), 0, 0, 0, 0, offset,
-    )  # fmt: skip
-    return fixed + name + extra
+    fields = (
+        version,
+        version,
+        0x800,
+        0,
+        0,
+        0x21,
+        entry.crc,
+        size,
+        size,
+        len(entry.name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        offset,
+    )
+    return struct.pack("<4s6HIIIHHHHHII", b"PK\x01\x02", *fields) + entry.name + extra
 
 
 def _end(count: int, size: int, start: int) -> bytes:
     """The end of the directory, always with its 64-bit form in front: no case distinction, and every reader takes it."""
     record = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
     locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1)
-    return (
-        record
-        + locator
-        + struct.pack(
-            "<4s4HIIH",
-            b"PK\x05\x06",
-            0,
-            0,
-            min(count, 0xFFFF),
-            min(count, 0xFFFF),
-            min(size, 0xFFFFFFFF),
-            min(start, 0xFFFFFFFF),
-            0,
-        )
-    )
+    short, counted = (min(size, NONE_32), min(start, NONE_32)), min(count, 0xFFFF)
+    return record + locator + struct.pack("<4s4HIIH", b"PK\x05\x06", 0, 0, counted, counted, *short, 0)
 
 
 class _Pickler:
@@ -164,9 +159,8 @@ class _Pickler:
             out.append(b"N" if value is None else b"\x88" if value else b"\x89")
         elif isinstance(value, int):
             raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            out.append(
-                b"J" + struct.pack("<i", value) if -(1 << 31) <= value < 1 << 31 else b"\x8a" + bytes([len(raw)]) + raw
-            )
+            small = -(1 << 31) <= value < 1 << 31
+            out.append(b"J" + struct.pack("<i", value) if small else b"\x8a" + bytes([len(raw)]) + raw)
         elif isinstance(value, float):
             out.append(b"G" + struct.pack(">d", value))
         elif isinstance(value, str):
@@ -174,18 +168,18 @@ class _Pickler:
             out.append(b"X" + struct.pack("<I", len(raw)) + raw)
         elif isinstance(value, Tensor):
             self._tensor(value)
-        elif isinstance(value, TorchName):
-            out.append(f"ctorch\n{value.name}\n".encode())
+        elif isinstance(value, Global):
+            out.append(f"c{value.module}\n{value.name}\n".encode())
         elif isinstance(value, Namespace):
             out.append(b"cargparse\nNamespace\n)\x81")
-            self._save(dict(value.values))
+            self._save(vars(value))
             out.append(b"b")
-        elif isinstance(value, Ordered):
-            out.append(b"ccollections\nOrderedDict\n)R")
-            self._items(value.values)
         elif isinstance(value, Mapping):
-            out.append(b"}")
-            self._items(value)
+            out.append(b"ccollections\nOrderedDict\n)R(" if isinstance(value, OrderedDict) else b"}(")
+            for key, item in value.items():
+                self._save(key)
+                self._save(item)
+            out.append(b"u")
         elif isinstance(value, list | tuple):
             out.append(b"(")
             for item in value:
@@ -193,13 +187,6 @@ class _Pickler:
             out.append(b"l" if isinstance(value, list) else b"t")
         else:
             raise TypeError(f"no place for {type(value).__name__} in a checkpoint")
-
-    def _items(self, values: Mapping[Any, Any]) -> None:
-        self._out.append(b"(")
-        for key, value in values.items():
-            self._save(key)
-            self._save(value)
-        self._out.append(b"u")
 
     def _tensor(self, tensor: Tensor) -> None:
         key = self._keys[id(tensor)]
@@ -210,12 +197,8 @@ class _Pickler:
             strides.insert(0, step)
             step *= max(1, size)
         self._out.append(b"ctorch._utils\n_rebuild_tensor_v2\n(")
-        self._out.append(b"(")
-        self._save("storage")
-        self._out.append(f"ctorch\n{_STORAGES[tensor.dtype]}\n".encode())
-        for value in (key, "cpu", count):
-            self._save(value)
-        self._out.append(b"tQ")
-        for argument in (0, tuple(tensor.shape), tuple(strides), False):
+        self._save(("storage", Global("torch", _STORAGE_OF[tensor.dtype]), key, "cpu", count))
+        self._out.append(b"Q")
+        for argument in (0, tensor.shape, tuple(strides), False):
             self._save(argument)
         self._out.append(b"ccollections\nOrderedDict\n)RtR")

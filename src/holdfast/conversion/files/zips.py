@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from holdfast.conversion.files.budget import MAX_MEMBERS, Budget
 from holdfast.system.bounded_files import open_regular
@@ -35,9 +35,7 @@ class Region:
 
     def part(self, start: int, length: int, name: str | None = None) -> "Region":
         if start < 0 or length < 0 or start + length > len(self.data):
-            raise HoldfastError(
-                f"{name or self.name} reaches beyond the end of its file: the file is cut short or forged"
-            )
+            raise HoldfastError(f"{name or self.name} ends beyond its file: the file is cut short or forged")
         return Region(name or self.name, self.data[start : start + length], self.mapping)
 
     def drop_pages(self) -> None:
@@ -48,11 +46,14 @@ class Region:
 
 def map_file(path: Path) -> Region:
     with open_regular(path) as file:
-        size = file.seek(0, 2)
-        if size == 0:
-            raise HoldfastError(f"{path} is empty")
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return Region(str(path), memoryview(mapping), mapping)
+        return _mapped(file, str(path))
+
+
+def _mapped(file: IO[bytes], name: str) -> Region:
+    if file.seek(0, 2) == 0:
+        raise HoldfastError(f"{name} is empty")
+    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return Region(name, memoryview(mapping), mapping)
 
 
 @dataclass(frozen=True)
@@ -132,13 +133,10 @@ def _zip64(region: Region, extra: bytes, plain: int, packed: int, offset: int) -
         if kind == 1:
             whole = min(length, len(extra) - at - 4) // 8
             values = list(struct.unpack_from(f"<{whole}Q", extra, at + 4))
-            plain, packed, offset = [
-                (values.pop(0) if values else _bad_zip(region, "its directory is broken"))
-                if value == 0xFFFFFFFF
-                else value
-                for value in (plain, packed, offset)
-            ]
-            return plain, packed, offset
+            sizes = [plain, packed, offset]
+            for index in (index for index, value in enumerate(sizes) if value == 0xFFFFFFFF):
+                sizes[index] = values.pop(0) if values else _bad_zip(region, "its directory is broken")
+            return sizes[0], sizes[1], sizes[2]
         at += 4 + length
     _bad_zip(region, "its directory is broken")
 
@@ -198,10 +196,7 @@ def _inflate(packed: Region, member: Member, name: str) -> Region:
                 f"{name} is damaged: it does not inflate to the size and checksum that the zip declares"
             )
         file.flush()
-        if not written:
-            raise HoldfastError(f"{name} is empty")
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return Region(name, memoryview(mapping), mapping)
+        return _mapped(file, name)
 
 
 def _inflated(packed: Region, name: str) -> Iterator[bytes]:

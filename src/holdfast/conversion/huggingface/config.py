@@ -7,7 +7,7 @@ with the reason. The one exception has a note: BERT with a tanh trunk and an exa
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
-from holdfast.conversion.model import Architecture, read_real, read_size
+from holdfast.conversion.model import SPECIAL_IDS, Architecture, read_real, read_size
 from holdfast.conversion.tensors import DTYPE_NAMES
 from holdfast.system.errors import HoldfastError
 
@@ -77,7 +77,7 @@ def describe_for_huggingface(
         config["architectures"] = [f"{kind}For{'MaskedLM' if arch.bert_no_binary_head else 'PreTraining'}"]
         config |= {"hidden_act": _ACTIVATIONS[arch.activation], "type_vocab_size": arch.token_types, "pad_token_id": 0}
         return model_type, config, [BERT_HEAD_NOTE] if arch.activation != arch.head_activation else []
-    config |= {key: special_ids.get(key) for key in ("bos_token_id", "eos_token_id")} | {"use_cache": True}
+    config |= {key: special_ids.get(key) for key in SPECIAL_IDS} | {"use_cache": True}
     if model_type == "gpt2":
         config |= {"architectures": ["GPT2LMHeadModel"], "embd_pdrop": arch.hidden_dropout}
         config["activation_function"] = _ACTIVATIONS[arch.activation]

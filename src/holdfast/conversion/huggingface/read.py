@@ -12,7 +12,7 @@ from holdfast.conversion.files.zips import Region, map_file
 from holdfast.conversion.huggingface.config import architecture_from_config
 from holdfast.conversion.huggingface.names import BUFFERS, from_huggingface
 from holdfast.conversion.megatron.rank_files import flatten
-from holdfast.conversion.model import OUTPUT_LAYER, Model, check_complete, known_special_ids, valid_ids
+from holdfast.conversion.model import OUTPUT_LAYER, SPECIAL_IDS, Model, check_complete, valid_ids
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.bounded_files import read_json as read_bounded_json
 from holdfast.system.errors import HoldfastError
@@ -72,7 +72,7 @@ def read_huggingface(path: Path) -> Model:
         regions=list(regions),
         unchecked=budget.unchecked,
         tokenizer=tokenizer_in(path, arch.model_type),
-        special_ids=known_special_ids(config, arch.padded_vocab_size),
+        special_ids=valid_ids(config, SPECIAL_IDS, arch.padded_vocab_size),
         generation=_generation(path, arch.padded_vocab_size),
         companions={name: path / name for name in COMPANIONS if (path / name).is_file()},
         padding=padding,

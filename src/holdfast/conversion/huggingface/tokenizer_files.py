@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from holdfast.system.bounded_files import count_json_values, read_bounded
 from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers.folder import FILE_KEYS, recipe_of
@@ -108,23 +106,16 @@ def _byte_level(names: dict[str, str], vocab: Path, merges: Path, positions: int
 
 def _word_piece(names: dict[str, str], vocab: Path, lower_case: bool, positions: int) -> TokenizerFiles:
     recipe = read_recipe("BertWordPieceLowerCase" if lower_case else "BertWordPieceCase", vocab)
-    definition = orjson.loads(recipe.definition)
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    definition = Tokenizer.from_str(recipe.definition)
     # Training adds [CLS] and [SEP] to its samples itself; a user of transformers expects the tokenizer to.
-    template: dict[str, Any] = {
-        "type": "TemplateProcessing",
-        "single": [_special("[CLS]", 0), _sequence("A", 0), _special("[SEP]", 0)],
-        "pair": [
-            _special("[CLS]", 0),
-            _sequence("A", 0),
-            _special("[SEP]", 0),
-            _sequence("B", 1),
-            _special("[SEP]", 1),
-        ],
-        "special_tokens": {
-            name: {"id": name, "ids": [number], "tokens": [name]}
-            for name, number in (("[CLS]", recipe.cls), ("[SEP]", recipe.sep))
-        },
-    }
+    definition.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", recipe.cls), ("[SEP]", recipe.sep)],
+    )
     config = {
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": lower_case,
@@ -133,18 +124,10 @@ def _word_piece(names: dict[str, str], vocab: Path, lower_case: bool, positions:
     }
     files = {
         "vocab.txt": vocab.read_bytes(),
-        "tokenizer.json": orjson.dumps({**definition, "post_processor": template}),
+        "tokenizer.json": definition.to_str().encode(),
         "tokenizer_config.json": to_json(config),
     }
     return TokenizerFiles(recipe.vocab_size, str(vocab), names, files)
-
-
-def _special(name: str, kind: int) -> dict[str, Any]:
-    return {"SpecialToken": {"id": name, "type_id": kind}}
-
-
-def _sequence(name: str, kind: int) -> dict[str, Any]:
-    return {"Sequence": {"id": name, "type_id": kind}}
 
 
 def _ready_made(names: dict[str, str], main: Path, positions: int) -> TokenizerFiles:

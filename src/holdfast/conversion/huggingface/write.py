@@ -1,14 +1,14 @@
 """Plans a Hugging Face folder: configuration, weights in shards, tokenizer files; everything that from_pretrained looks for."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.conversion.files.torch_files import Ordered
 from holdfast.conversion.huggingface.config import describe_for_huggingface
 from holdfast.conversion.huggingface.names import to_huggingface
 from holdfast.conversion.huggingface.read import PADDING_FILE
 from holdfast.conversion.huggingface.tokenizer_files import MAX_BYTES, TokenizerFiles, to_json
-from holdfast.conversion.model import VOCABULARY_TENSORS, Model, valid_ids
+from holdfast.conversion.model import SPECIAL_IDS, VOCABULARY_TENSORS, Model, valid_ids
 from holdfast.conversion.stream import Plan, PlannedFile
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.bounded_files import read_bounded
@@ -77,9 +77,7 @@ def special_ids_of(model: Model, tokenizer: TokenizerFiles | None) -> dict[str, 
     if tokenizer is not None:
         known = {"bos_token_id": tokenizer.begin_of_text, "eos_token_id": tokenizer.end_of_text}
     else:
-        known = dict.fromkeys(
-            ("bos_token_id", "eos_token_id"), 50256 if model.architecture.vocabulary() == 50257 else None
-        )
+        known = dict.fromkeys(SPECIAL_IDS, 50256 if model.architecture.vocabulary() == 50257 else None)
     return {**{name: number for name, number in known.items() if number is not None}, **model.special_ids}
 
 
@@ -118,4 +116,4 @@ def _weight_files(weights: Mapping[str, Tensor], limit: int, as_bin: bool) -> li
 
 
 def _weight_file(name: str, shard: dict[str, Tensor], as_bin: bool) -> PlannedFile:
-    return PlannedFile(name, shard, tree=Ordered(shard) if as_bin else None)
+    return PlannedFile(name, shard, tree=OrderedDict(shard) if as_bin else None)

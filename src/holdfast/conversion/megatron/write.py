@@ -5,10 +5,11 @@ file kept it, else the last row repeated, as Megatron's tools do.
 """
 
 import re
+from argparse import Namespace
 from dataclasses import replace
 from typing import Any, Literal
 
-from holdfast.conversion.files.torch_files import Namespace, TorchName
+from holdfast.conversion.files.pickles import Global
 from holdfast.conversion.megatron.args import args_for
 from holdfast.conversion.megatron.names import cut_of, legacy_name
 from holdfast.conversion.model import (
@@ -49,7 +50,7 @@ def plan_megatron(
     stages = stage_sizes(arch.num_layers, pipeline_parallel)
     args = args_for(arch, true_size, padded, tensor_parallel, stages, names == "mcore")
     written = next(iter(whole.values())).dtype
-    args |= {"params_dtype": TorchName(DTYPE_NAMES[written]), "fp16": written == "F16", "bf16": written == "BF16"}
+    args |= {"params_dtype": Global("torch", DTYPE_NAMES[written]), "fp16": written == "F16", "bf16": written == "BF16"}
     if model.tokenizer.get("tokenizer_type"):
         args["tokenizer_type"] = model.tokenizer["tokenizer_type"]
     elif names == "legacy" and args["tokenizer_type"] is None:  # old readers stop without one
@@ -64,7 +65,7 @@ def plan_megatron(
             folder = f"mp_rank_{rank:02d}" if pipeline_parallel == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
             state = _legacy_tree(shard, arch.tied) if names == "legacy" else shard
             tree = {
-                "args": Namespace(args),
+                "args": Namespace(**args),
                 "checkpoint_version": version,
                 "iteration": model.iteration or 0,
                 "model": state,
