@@ -191,6 +191,6 @@ def _scratch() -> NDArray[np.uint8]:
     return buffer
 
 
-def drop_pages(regions: Sequence[Mapped]) -> None:
+def drop_pages(regions: Iterable[Mapped]) -> None:
     for region in regions:
         region.drop_pages()

@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 
 from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
+from holdfast.conversion.arithmetic import Ids
 from holdfast.conversion.files.budget import Budget
 from holdfast.conversion.files.raw_tensors import Array, Raw, floats, raw_of, raw_of_stored
-from holdfast.conversion.forward import Ids, huggingface_forward
 from holdfast.conversion.holdfast_checkpoint import config_of
+from holdfast.conversion.huggingface.forward import huggingface_forward
 from holdfast.conversion.huggingface.names import with_prefixes
 from holdfast.conversion.huggingface.read import read_json, read_weights
 from holdfast.conversion.megatron.forward import Part, Settings, find, run_megatron
 from holdfast.conversion.megatron.rank_files import flatten, iteration_folder, read_ranks
 from holdfast.conversion.megatron.torch_dist import Reader, read_args
 from holdfast.conversion.sources import kind_of
+from holdfast.conversion.stream import drop_pages
 from holdfast.conversion.tensors import bits_type
 
 
@@ -56,15 +58,8 @@ def open_side(path: Path, rounded: str | None = None, heads: int | None = None, 
 def _huggingface(path: Path, rounded: str | None) -> Side:
     config = read_json(path / "config.json")
     tensors, regions = read_weights(path, Budget())
-
-    def drop_pages() -> None:
-        for region in regions:
-            region.drop_pages()
-
-    raw = {
-        name: raw_of(tensor, drop_pages, rounded)
-        for name, tensor in with_prefixes(config["model_type"], tensors).items()
-    }
+    named = with_prefixes(config["model_type"], tensors)
+    raw = {name: raw_of(tensor, lambda: drop_pages(regions), rounded) for name, tensor in named.items()}
     stated = config.get("hidden_act" if "bert" in config["model_type"] else "activation_function", "gelu")
     activation = "gelu" if stated == "gelu" else "gelu_tanh"
     return Side(lambda ids, size, head: huggingface_forward(config, raw, ids, head), activation, activation)
@@ -126,11 +121,7 @@ def _chunked(reader: Reader, name: str, shape: tuple[int, ...], layer: int | Non
                 )
         return out
 
-    def drop_pages() -> None:
-        for region in reader.files.values():
-            region.drop_pages()
-
-    return Raw(whole, read, drop_pages, rounded)
+    return Raw(whole, read, lambda: drop_pages(reader.files.values()), rounded)
 
 
 def _settings(args: Mapping[str, Any], parts: list[Part], heads: int | None, version: Any) -> Settings:

@@ -23,11 +23,8 @@ COMPANIONS = (
     "chat_template.json", "tokenizer.model",
 )  # fmt: skip
 PADDING_FILE = "megatron_padding.safetensors"
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+WEIGHT_FILES = tuple(
+    f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")
 )
 _SHARD = re.compile(r"^[A-Za-z0-9._-]+\.(safetensors|bin)$")
 

@@ -4,8 +4,9 @@ The invariant: a setting that changes the function and is not understood is refu
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
+from holdfast.conversion.megatron.settings import refuse_setting
 from holdfast.conversion.model import WORD_EMBEDDINGS, Architecture, padded_size, read_real, read_size
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.errors import HoldfastError
@@ -27,18 +28,18 @@ def architecture_from_args(
 ) -> Architecture:
     """The architecture that `args` describe. Shapes are checked against it afterwards."""
     if args.get("normalization") not in (None, "LayerNorm", "RMSNorm"):
-        _refuse("normalization", args.get("normalization"))
+        refuse_setting("normalization", args.get("normalization"))
     swiglu, rows = args.get("swiglu") is True, tensors[WORD_EMBEDDINGS].shape[0]
     if args.get("gated_linear_unit") and not swiglu:
-        _refuse("gated_linear_unit", args["gated_linear_unit"])
+        refuse_setting("gated_linear_unit", args["gated_linear_unit"])
     if args.get("padded_vocab_size") not in (None, 0, rows):
         raise HoldfastError(f"args.padded_vocab_size is {args['padded_vocab_size']}, but the embedding has {rows} rows")
     rope = args.get("position_embedding_type") == "rope" or args.get("use_rotary_position_embeddings") is True
     positions = args.get("position_embedding_type", "learned_absolute")
     if str(positions).rsplit(".", 1)[-1] not in ("learned_absolute", "rope"):
-        _refuse("position_embedding_type", positions)
+        refuse_setting("position_embedding_type", positions)
     if rope and args.get("rotary_percent", 1.0) != 1.0:
-        _refuse("rotary_percent", args.get("rotary_percent"))
+        refuse_setting("rotary_percent", args.get("rotary_percent"))
     # Megatron-core ignores openai_gelu; its fused GELU is the tanh form, and BERT's head never is.
     openai = args.get("openai_gelu") is True and not mcore
     tanh = openai or args.get("bias_gelu_fusion") is True or args.get("bias_activation_fusion") is True
@@ -196,7 +197,3 @@ def _real(args: Mapping[str, Any], name: str, default: float) -> float:
 
 def _size(args: Mapping[str, Any], name: str) -> int:
     return read_size(args, name, "args.", MAX_VOCAB_MULTIPLE if name == "make_vocab_size_divisible_by" else 1 << 40)
-
-
-def _refuse(name: str, value: Any) -> NoReturn:
-    raise HoldfastError(f"args.{name} = {value} changes the function in a way that cannot be converted exactly")

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.conversion.files.raw_tensors import Array, Raw
-from holdfast.conversion.forward import (
+from holdfast.conversion.arithmetic import (
     ACTIVATIONS,
-    VOCABULARY_BLOCK,
     Ids,
     attend,
     layer_norm,
     rms_norm,
     rotate,
     silu,
+    vocabulary_logits,
 )
+from holdfast.conversion.files.raw_tensors import Array, Raw
 from holdfast.system.errors import HoldfastError
 
 Part = Sequence[Mapping[str, Raw]]
@@ -95,11 +95,11 @@ class _Forward:
         x = x if s.post_norm else self._norm(last[0], FINAL_NORM, x)
         table = words if s.tied else [self._need(rank, ["output_layer"]) for rank in last]
         if not s.bert:
-            return {"logits": _logits(x, table, size)}
+            return {"logits": vocabulary_logits(x, table, size)}
         y = ACTIVATIONS[head](self._linear(last[0], ["lm_head.dense"], x))
         y = self._norm(last[0], ["lm_head.layernorm", "lm_head.layer_norm"], y)
         biases = [self._need(rank, ["lm_head", "output_layer"], "bias").whole() for rank in last]
-        found = {"hidden": x, "logits": _logits(y, table, size) + np.concatenate(biases)[:size]}
+        found = {"hidden": x, "logits": vocabulary_logits(y, table, size) + np.concatenate(biases)[:size]}
         if find(last[0], ["binary_head"], "weight") is not None:
             pooled = np.tanh(self._linear(last[0], ["pooler.dense"], x[:1]))
             found["sentence"] = self._linear(last[0], ["binary_head"], pooled)
@@ -184,13 +184,3 @@ def _layers(part: Part) -> list[Part]:
                     found.append([{} for _ in part])
                 found[int(match[1])][rank][match[2]] = raw
     return list(found)
-
-
-def _logits(x: Array, table: Sequence[Raw], size: int) -> Array:
-    """Logits against a vocabulary table that the ranks share, a few thousand rows at a time."""
-    blocks, at = [], 0
-    for raw in table:
-        for start in range(0, min(raw.shape[0], size - at), VOCABULARY_BLOCK):
-            blocks.append(x @ raw.rows(start, min(raw.shape[0], size - at, start + VOCABULARY_BLOCK)).T)
-        at += raw.shape[0]
-    return np.concatenate(blocks, axis=1)

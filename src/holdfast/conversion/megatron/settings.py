@@ -5,7 +5,7 @@ name passes only with a value that switches nothing on (None, False, 0, empty), 
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.system.errors import HoldfastError
 
@@ -137,15 +137,17 @@ HARMLESS_FAMILIES = tuple(
 """Prefixes of harmless args, and of details of functions whose switch is in REFUSED (num_experts for moe_, use_mup for mup_)."""
 
 
+def refuse_setting(name: str, value: Any) -> NoReturn:
+    raise HoldfastError(f"args.{name} = {value} changes the function in a way that cannot be converted exactly")
+
+
 def check_settings(args: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
     """Refuses args under which Megatron computes another function; gives a note for each unknown one that the user ignores."""
     notes = []
     for name, value in args.items():
         if name in REFUSED:
             if value and value != REFUSED_OFF.get(name):
-                raise HoldfastError(
-                    f"args.{name} = {value} changes the function in a way that cannot be converted exactly"
-                )
+                refuse_setting(name, value)
         elif name not in UNDERSTOOD and name not in HARMLESS and not name.startswith(HARMLESS_FAMILIES) and value:
             if name not in ignored:
                 raise HoldfastError(

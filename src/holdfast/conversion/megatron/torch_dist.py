@@ -167,13 +167,8 @@ class Reader:
 
     def _region(self, info: Record, name: str) -> Region:
         where = attributes(info)
-        file, offset, length = where.get("relative_path"), where.get("offset"), where.get("length")
-        if (
-            not isinstance(file, str)
-            or not _CHUNK_FILE.match(file)
-            or type(offset) is not int
-            or type(length) is not int
-        ):
+        file, at, length = (where.get(key) for key in ("relative_path", "offset", "length"))
+        if type(at) is not int or type(length) is not int or not isinstance(file, str) or not _CHUNK_FILE.match(file):
             raise HoldfastError(f"{self._folder}: the place of {name} is broken or outside the folder")
         if where.get("transform_descriptors"):
             raise HoldfastError(
@@ -183,7 +178,7 @@ class Reader:
             if not (self._folder / file).is_file():
                 raise HoldfastError(f"{self._folder / file} is missing")
             self.files[file] = map_file(self._folder / file)
-        return self.files[file].part(offset, length, f"{self._folder / file}: {name}")
+        return self.files[file].part(at, length, f"{self._folder / file}: {name}")
 
     def load(self, info: Record, name: str) -> StoredTensor:
         """A chunk's tensor; a chunk that holds several layers is asked for once for each."""

@@ -1,82 +1,31 @@
-"""Plain arithmetic in double precision, and Hugging Face's forward from a folder's own tensors and config.json.
+"""Hugging Face's forward in double precision, from a folder's own tensors and config.json: one reading path of `--verify`.
 
-The invariant: nothing but arithmetic is shared with Megatron's forward (megatron_forward.py). A wrong row order, transposition,
-offset, activation or epsilon in a conversion makes the two differ by far more than rounding. Weights are read tensor by tensor,
-so that the largest one is the memory needed.
+The invariant: nothing but arithmetic is shared with Megatron's forward. A wrong row order, transposition, offset, activation or
+epsilon in a conversion makes the two differ by far more than rounding. Weights are read tensor by tensor, so that the largest
+one is the memory needed.
 
-Shapes: T tokens, H hidden, N heads, D head width, V vocabulary.
+Shapes: T tokens, W a row of heads next to each other.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from holdfast.conversion.arithmetic import (
+    ACTIVATIONS,
+    Ids,
+    attend,
+    gelu,
+    gelu_tanh,
+    layer_norm,
+    rms_norm,
+    rotate,
+    rows_of,
+    silu,
+    vocabulary_logits,
+)
 from holdfast.conversion.files.raw_tensors import Array, Raw
-
-Ids = NDArray[np.int64]
-VOCABULARY_BLOCK = 4096
-
-_erf = np.frompyfunc(math.erf, 1, 1)
-
-
-def gelu(x: Array) -> Array:
-    return 0.5 * x * (1.0 + np.asarray(_erf(x / math.sqrt(2.0)), np.float64))
-
-
-def gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def silu(x: Array) -> Array:
-    return x / (1.0 + np.exp(-x))
-
-
-def softmax(x: Array) -> Array:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return np.asarray(e / e.sum(-1, keepdims=True), np.float64)
-
-
-def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
-    centred = x - x.mean(-1, keepdims=True)
-    return np.asarray(centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * weight + bias, np.float64)
-
-
-def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * weight, np.float64)
-
-
-def rotate(x_NTD: Array, base: float) -> Array:
-    """Rotary positions, halves apart."""
-    tokens, width = x_NTD.shape[1:]
-    angles = np.arange(tokens)[:, None] * base ** (-np.arange(0, width, 2) / width)
-    cosine, sine = np.tile(np.cos(angles), 2), np.tile(np.sin(angles), 2)
-    left, right = np.split(x_NTD, 2, axis=-1)
-    return np.asarray(x_NTD * cosine + np.concatenate([-right, left], -1) * sine, np.float64)
-
-
-def attend(q_NTD: Array, k_NTD: Array, v_NTD: Array, causal: bool) -> Array:
-    """Softmax attention, heads joined again: [T, N·D]."""
-    scores = q_NTD @ k_NTD.transpose(0, 2, 1) / math.sqrt(q_NTD.shape[-1])
-    if causal:
-        scores = np.where(np.tri(scores.shape[-1], dtype=bool), scores, -np.inf)
-    mixed = softmax(scores) @ v_NTD
-    return mixed.transpose(1, 0, 2).reshape(mixed.shape[1], -1)
-
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": gelu, "gelu_tanh": gelu_tanh}
-
-
-def rows_of(table: Raw, ids: Ids) -> Array:
-    return np.stack([table.rows(int(i), int(i) + 1)[0] for i in ids])
-
-
-def vocabulary_logits(x_TH: Array, table: Raw, size: int) -> Array:
-    """Logits against a vocabulary table, a few thousand rows at a time."""
-    blocks = (table.rows(start, min(size, start + VOCABULARY_BLOCK)) for start in range(0, size, VOCABULARY_BLOCK))
-    return np.concatenate([x_TH @ block.T for block in blocks], axis=1)
 
 
 def huggingface_forward(
@@ -84,11 +33,11 @@ def huggingface_forward(
 ) -> dict[str, Array]:
     """`logits` [T, V], for BERT also `hidden` and `sentence`, as transformers has them. `head`: another GELU for its head."""
     if "bert" in str(config["model_type"]):
-        return _bert(config, _Plain(tensors), ids, head)
-    return {"gpt2": _gpt2, "llama": _llama}[str(config["model_type"])](config, _Plain(tensors), ids)
+        return _bert(config, _Weights(tensors), ids, head)
+    return {"gpt2": _gpt2, "llama": _llama}[str(config["model_type"])](config, _Weights(tensors), ids)
 
 
-class _Plain:
+class _Weights:
     def __init__(self, tensors: Mapping[str, Raw]) -> None:
         self.tensors = tensors
 
@@ -115,7 +64,7 @@ def _heads(x_TW: Array, count: int) -> Array:
     return x_TW.reshape(len(x_TW), count, -1).transpose(1, 0, 2)
 
 
-def _gpt2(config: Mapping[str, Any], w: _Plain, ids: Ids) -> dict[str, Array]:
+def _gpt2(config: Mapping[str, Any], w: _Weights, ids: Ids) -> dict[str, Array]:
     epsilon, count = config.get("layer_norm_epsilon", 1e-5), config["n_head"]
     act = _activation(config.get("activation_function", "gelu_new"))
     table = w.tensors["transformer.wte.weight"]
@@ -127,10 +76,10 @@ def _gpt2(config: Mapping[str, Any], w: _Plain, ids: Ids) -> dict[str, Array]:
         x = x + w.conv1d(f"{p}mlp.c_proj", act(w.conv1d(f"{p}mlp.c_fc", w.norm(f"{p}ln_2", x, epsilon))))
     x = w.norm("transformer.ln_f", x, epsilon)
     head = table if config.get("tie_word_embeddings", True) else w.tensors["lm_head.weight"]
-    return {"logits": vocabulary_logits(x, head, config["vocab_size"])}
+    return {"logits": vocabulary_logits(x, [head], config["vocab_size"])}
 
 
-def _llama(config: Mapping[str, Any], w: _Plain, ids: Ids) -> dict[str, Array]:
+def _llama(config: Mapping[str, Any], w: _Weights, ids: Ids) -> dict[str, Array]:
     epsilon = config.get("rms_norm_eps", 1e-6)
     base = (config.get("rope_parameters") or config).get("rope_theta") or config.get("rope_theta", 10000.0)
     count = config["num_attention_heads"]
@@ -149,15 +98,12 @@ def _llama(config: Mapping[str, Any], w: _Plain, ids: Ids) -> dict[str, Array]:
         x = x + w.linear(f"{p}mlp.down_proj", silu(w.linear(f"{p}mlp.gate_proj", y)) * w.linear(f"{p}mlp.up_proj", y))
     x = rms_norm(x, w["model.norm.weight"], epsilon)
     head = table if config.get("tie_word_embeddings", False) else w.tensors["lm_head.weight"]
-    return {"logits": vocabulary_logits(x, head, config["vocab_size"])}
+    return {"logits": vocabulary_logits(x, [head], config["vocab_size"])}
 
 
-def _bert(config: Mapping[str, Any], w: _Plain, ids: Ids, head: str | None) -> dict[str, Array]:
-    epsilon, count, before = (
-        config.get("layer_norm_eps", 1e-12),
-        config["num_attention_heads"],
-        config["model_type"] == "megatron-bert",
-    )
+def _bert(config: Mapping[str, Any], w: _Weights, ids: Ids, head: str | None) -> dict[str, Array]:
+    epsilon, count = config.get("layer_norm_eps", 1e-12), config["num_attention_heads"]
+    before = config["model_type"] == "megatron-bert"
     act = _activation(config.get("hidden_act", "gelu"))
     table = w.tensors["bert.embeddings.word_embeddings.weight"]
     x = rows_of(table, ids) + w.tensors["bert.embeddings.position_embeddings.weight"].rows(0, len(ids))
@@ -177,7 +123,7 @@ def _bert(config: Mapping[str, Any], w: _Plain, ids: Ids, head: str | None) -> d
     hidden = (ACTIVATIONS[head] if head else act)(w.linear("cls.predictions.transform.dense", x))
     hidden = w.norm("cls.predictions.transform.LayerNorm", hidden, epsilon)
     bias = "cls.predictions.bias" if "cls.predictions.bias" in w.tensors else "cls.predictions.decoder.bias"
-    found = {"hidden": x, "logits": vocabulary_logits(hidden, table, config["vocab_size"]) + w[bias]}
+    found = {"hidden": x, "logits": vocabulary_logits(hidden, [table], config["vocab_size"]) + w[bias]}
     if "cls.seq_relationship.weight" in w.tensors:
         found["sentence"] = w.linear("cls.seq_relationship", np.tanh(w.linear("bert.pooler.dense", x[:1])))
     return found
