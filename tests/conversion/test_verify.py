@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from holdfast import convert
 from holdfast.conversion.command import ConvertOptions
 from holdfast.conversion.converting import run_conversion
+from holdfast.conversion.forward_functions import open_forward
 from holdfast.conversion.sources import read_model
-from holdfast.conversion.stream import Plan
+from holdfast.conversion.stream import WritePlan
 from holdfast.conversion.tensors import hstack
 from holdfast.conversion.verify import verify_conversion
-from holdfast.conversion.verify_sides import open_side
 from holdfast.system.errors import HoldfastError
 from tests.conversion.holdfast_runs import GPT2_TINY, LLAMA_TINY, build_gpt, write_run
 from tests.conversion.huggingface.test_huggingface import build
@@ -41,7 +41,7 @@ def test_both_forwards_equal_transformers(tmp_path, kind):
         split = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "megatron_names": "legacy"}
         folders.append(convert(source, tmp_path / "megatron", to="megatron", **split))
     for folder in folders:
-        ours = open_side(folder).run(ids, wanted["logits"].shape[-1], None)
+        ours = open_forward(folder).run(ids, wanted["logits"].shape[-1], None)
         for name, values in wanted.items():
             assert np.abs(ours[name] - values.numpy()[0]).max() < 1e-12, (folder.name, name)
 
@@ -72,14 +72,16 @@ def test_a_wrong_target_is_noticed(tmp_path):
     model = read_model(source)
 
     model = replace(model, architecture=replace(model.architecture, vocab_size=spec.vocab))
-    verify_conversion(source, model, folder, Plan([]), {})
+    verify_conversion(source, model, folder, WritePlan([]), {})
     weights = load_file(folder / "model.safetensors")
     weights["transformer.h.1.ln_1.bias"][2] += 0.5
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(HoldfastError, match=r"decoder.layers.1.input_layernorm.bias differs"):
-        verify_conversion(source, model, folder, Plan([]), {})
+        verify_conversion(source, model, folder, WritePlan([]), {})
     with pytest.raises(HoldfastError, match="holds other bits of"):
-        verify_conversion(source, model, folder, Plan([]), {"model.safetensors": {"transformer.ln_f.bias": "0" * 64}})
+        verify_conversion(
+            source, model, folder, WritePlan([]), {"model.safetensors": {"transformer.ln_f.bias": "0" * 64}}
+        )
 
 
 def test_a_wrong_function_is_noticed_by_the_logits(tmp_path):
@@ -97,7 +99,7 @@ def test_a_wrong_function_is_noticed_by_the_logits(tmp_path):
         assert changed != text
         (folder / "config.json").write_text(changed)
         with pytest.raises(HoldfastError, match="verification failed"):
-            verify_conversion(source, read_model(source), folder, Plan([]), {})
+            verify_conversion(source, read_model(source), folder, WritePlan([]), {})
 
 
 def planted(name):
@@ -189,7 +191,7 @@ def test_a_damaged_configuration_fails_whatever_was_announced(tmp_path, to):
     args = {"bias_gelu_fusion": True, "openai_gelu": False, "orig_vocab_size": spec.vocab}
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), 3.0, **args)
     folder = convert(source, tmp_path / "out", to=to, dtype="float16")
-    found = verify_conversion(source, read_model(source), folder, Plan([]), {})
+    found = verify_conversion(source, read_model(source), folder, WritePlan([]), {})
     assert not found["exact"] and found["largest_difference"] < 1e-12 < found["announced_difference"] < 1e-1
     if to == "hf":
         text = (folder / "config.json").read_text()
@@ -200,7 +202,7 @@ def test_a_damaged_configuration_fails_whatever_was_announced(tmp_path, to):
         state["args"].norm_epsilon = state["args"].layernorm_epsilon = 0.1
         torch.save(state, path)
     with pytest.raises(HoldfastError, match="verification failed"):
-        verify_conversion(source, read_model(source), folder, Plan([]), {})
+        verify_conversion(source, read_model(source), folder, WritePlan([]), {})
 
 
 def test_generation_files_are_checked(tmp_path):
@@ -209,4 +211,4 @@ def test_generation_files_are_checked(tmp_path):
     folder = convert(source, tmp_path / "hf")
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 4000]}')
     with pytest.raises(HoldfastError, match="eos_token_id 4000, outside the vocabulary"):
-        verify_conversion(source, read_model(source), folder, Plan([]), {})
+        verify_conversion(source, read_model(source), folder, WritePlan([]), {})

@@ -25,7 +25,7 @@ from holdfast.bench.harness import (
     run_rounds,
     show,
 )
-from holdfast.conversion.stream import Plan, PlannedFile, write_plan
+from holdfast.conversion.stream import PlannedFile, WritePlan, write_plan
 from holdfast.conversion.tensors import Tensor, tensor_of
 
 MEMBER = "release/mp_rank_00/model_optim_rng.pt"
@@ -108,7 +108,7 @@ def write_release(folder: Path, layers: int, hidden: int) -> Path:
     stack |= {f"final_layernorm.{kind}": take(hidden) for kind in ("weight", "bias")}
     embedding = {"word_embeddings": {"weight": tensors["word"]}, "position_embeddings": {"weight": tensors["position"]}}
     tree = {"model": {"language_model": {"embedding": embedding, "transformer": stack}}}
-    write_plan(Plan([PlannedFile("model.pt", {**tensors, **stack}, tree=tree)]), folder, [])
+    write_plan(WritePlan([PlannedFile("model.pt", {**tensors, **stack}, tree=tree)]), folder, [])
     path = folder / "release.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.write(folder / "model.pt", MEMBER)

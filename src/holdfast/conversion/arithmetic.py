@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.conversion.files.raw_tensors import Array, Raw
+from holdfast.conversion.files.raw_tensors import Array, RawTensor
 
 Ids = NDArray[np.int64]
 VOCABULARY_BLOCK = 4096
@@ -64,11 +64,11 @@ def attend(q_NTD: Array, k_NTD: Array, v_NTD: Array, causal: bool) -> Array:
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
-def rows_of(table: Raw, ids: Ids) -> Array:
+def rows_of(table: RawTensor, ids: Ids) -> Array:
     return np.stack([table.rows(int(i), int(i) + 1)[0] for i in ids])
 
 
-def vocabulary_logits(x_TH: Array, tables: Sequence[Raw], size: int) -> Array:
+def vocabulary_logits(x_TH: Array, tables: Sequence[RawTensor], size: int) -> Array:
     """Logits against a vocabulary table in one or more shards, a few thousand rows at a time."""
     blocks, at = [], 0
     for table in tables:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from holdfast.conversion.command import ConvertOptions
 from holdfast.conversion.model import Model, with_vocabulary
 from holdfast.conversion.sources import read_model
-from holdfast.conversion.stream import Plan, write_plan
+from holdfast.conversion.stream import WritePlan, write_plan
 from holdfast.conversion.tensors import DTYPE_NAMES
 from holdfast.system.atomic_files import publish_folder
 from holdfast.system.errors import HoldfastError, UsageError
@@ -25,7 +25,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass
-class Report:
+class ConversionReport:
     """What was done, for people and for --json."""
 
     destination: Path
@@ -45,7 +45,7 @@ def convert(
     ).destination
 
 
-def run_conversion(options: ConvertOptions) -> Report:
+def run_conversion(options: ConvertOptions) -> ConversionReport:
     source, destination = options.source, options.destination
     if options.to not in ("hf", "megatron", "holdfast"):
         raise UsageError(f"--to {options.to}: choose hf, megatron or holdfast")
@@ -71,7 +71,7 @@ def run_conversion(options: ConvertOptions) -> Report:
                 source, model, folder, plan, digests, tokenizer, options.num_attention_heads, options.checkpoint_version
             )
     count = sum(len(file.tensors) for file in plan.files)
-    return Report(destination, model.origin, plan.nbytes, count, [*model.notes, *plan.notes], verification)
+    return ConversionReport(destination, model.origin, plan.nbytes, count, [*model.notes, *plan.notes], verification)
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def choose_vocabulary(model: Model, options: ConvertOptions) -> tuple[Model, "To
     if flags:
         # Those of the tokenizer that the user gave count.
         generation = {name: value for name, value in model.generation.items() if not name.endswith("_token_id")}
-        model = replace(model, special_ids={}, generation=generation, companions={})
+        model = replace(model, special_ids={}, generation=generation, copied_files={})
     return _with_true_size(model, options.true_vocab_size, tokenizer), tokenizer
 
 
@@ -131,7 +131,7 @@ def _with_true_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles
     return with_vocabulary(model, tokenizer.size, tokenizer.source)
 
 
-def _plan(model: Model, tokenizer: "TokenizerFiles | None", options: ConvertOptions) -> Plan:
+def _plan(model: Model, tokenizer: "TokenizerFiles | None", options: ConvertOptions) -> WritePlan:
     dtype = DTYPES[options.dtype] if options.dtype else None
     if options.to == "hf":
         from holdfast.conversion.huggingface.write import plan_huggingface

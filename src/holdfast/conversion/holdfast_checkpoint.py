@@ -33,7 +33,7 @@ from holdfast.conversion.model import (
     padded_size,
     valid_ids,
 )
-from holdfast.conversion.stream import Plan, PlannedFile
+from holdfast.conversion.stream import PlannedFile, WritePlan
 from holdfast.conversion.tensors import WIDTHS, MatrixPiece, Tensor, bits_type
 from holdfast.system.bounded_files import read_bounded
 from holdfast.system.errors import HoldfastError
@@ -161,7 +161,7 @@ def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_siz
     )
 
 
-def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str], destination: Path) -> Plan:
+def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str], destination: Path) -> WritePlan:
     """A run folder with one checkpoint and the tokenizer: what `holdfast train --load` continues from. Weights are fp32, as in
     training."""
     arch = model.architecture
@@ -218,4 +218,4 @@ def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str],
     notes = ["optimizer state left behind: training starts with fresh moments"] if model.facts.get("optimizer") else []
     if arch.model_type == "bert" and arch.activation != arch.head_activation:
         notes.append(HEAD_NOTE)
-    return Plan(files, notes, finish)
+    return WritePlan(files, notes, finish)

@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from holdfast.conversion.files.archives import is_torch_file, load_torch
 from holdfast.conversion.files.budget import Budget
+from holdfast.conversion.files.torch_reader import is_torch_file, load_torch
 from holdfast.conversion.megatron.rank_files import find_rank_files
 from holdfast.conversion.model import Architecture, Model
 from holdfast.conversion.sources import kind_of, read_model

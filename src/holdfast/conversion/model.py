@@ -90,7 +90,7 @@ class Architecture(ModelConfig):
         return ModelConfig(**{each.name: getattr(self, each.name) for each in fields(ModelConfig)})
 
 
-class Mapped(Protocol):
+class MappedPages(Protocol):
     def drop_pages(self) -> None: ...
 
 
@@ -104,7 +104,7 @@ class Model:
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """For `inspect`."""
-    regions: list[Mapped] = field(default_factory=list)
+    regions: list[MappedPages] = field(default_factory=list)
     unchecked: dict[str, tuple[Region, int]] = field(default_factory=dict)
     """Parts of the source and the CRC-32 that they must have; compared while the target is written."""
     tokenizer: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Model:
     """bos_token_id and eos_token_id as far as the source says them."""
     generation: dict[str, Any] = field(default_factory=dict)
     """generation_config.json of a Hugging Face source."""
-    companions: dict[str, Path] = field(default_factory=dict)
+    copied_files: dict[str, Path] = field(default_factory=dict)
     """Files of a Hugging Face source's tokenizer that another Hugging Face folder takes as they are."""
     padding: dict[str, Tensor] = field(default_factory=dict)
     """Rows that Megatron's padding had, from the side file of an earlier conversion."""
@@ -214,19 +214,19 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:3]) + rest
 
 
-def with_vocabulary(model: Model, true_size: int | None, said_by: str, override: bool = False) -> Model:
+def with_vocabulary(model: Model, true_size: int | None, stated_by: str, override: bool = False) -> Model:
     """The model with its true vocabulary size set, refused if it contradicts what is known (`override`: only the rows count)."""
     arch = model.architecture
     if true_size is None:
         return model
     if true_size > arch.padded_vocab_size:
         raise HoldfastError(
-            f"{said_by} says {true_size} tokens, but the embedding has only {arch.padded_vocab_size} rows: "
+            f"{stated_by} says {true_size} tokens, but the embedding has only {arch.padded_vocab_size} rows: "
             "this tokenizer does not belong to this model"
         )
     if arch.vocab_size not in (None, true_size) and not override:
         raise HoldfastError(
-            f"{said_by} says {true_size} tokens, but the model was made for {arch.vocab_size}: "
+            f"{stated_by} says {true_size} tokens, but the model was made for {arch.vocab_size}: "
             "this tokenizer does not belong to this model"
         )
     return replace(model, architecture=replace(arch, vocab_size=true_size))

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from holdfast.conversion.files.archives import is_torch_file
+from holdfast.conversion.files.torch_reader import is_torch_file
 from holdfast.conversion.files.zips import is_zip, map_file
 from holdfast.conversion.huggingface.read import is_huggingface, read_huggingface
 from holdfast.conversion.megatron.read import read_megatron

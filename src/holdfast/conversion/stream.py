@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.conversion.files.torch_files import TorchLayout, lay_out_torch
+from holdfast.conversion.files.torch_writer import TorchLayout, lay_out_torch
 from holdfast.conversion.files.zips import Region, check_crc
-from holdfast.conversion.model import Mapped
+from holdfast.conversion.model import MappedPages
 from holdfast.conversion.tensors import BLOCK_BYTES, Tensor
 from holdfast.system.descriptors import pwrite_all
 from holdfast.system.progress import progress
 
-FORGET_EVERY = 32 << 20
+DROP_PAGES_EVERY = 32 << 20
 _LOCAL = threading.local()
 SYNC_EVERY = 64 << 20
 """Bytes after which the disk is set to work, so that the final sync finds little left to do."""
@@ -46,7 +46,7 @@ class PlannedFile:
 
 
 @dataclass
-class Plan:
+class WritePlan:
     files: list[PlannedFile]
     notes: list[str] = field(default_factory=list)
     finish: Callable[[Path], None] | None = None
@@ -68,9 +68,9 @@ class _Target:
 
 
 def write_plan(
-    plan: Plan,
+    plan: WritePlan,
     folder: Path,
-    regions: Sequence[Mapped],
+    regions: Sequence[MappedPages],
     unchecked: Mapping[str, tuple[Region, int]] | None = None,
     hashed: bool = False,
 ) -> dict[str, dict[str, str]]:
@@ -131,7 +131,7 @@ def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 def _run_jobs(
     jobs: Iterable[tuple[_Target, PlannedFile, str]],
     total: int,
-    regions: Sequence[Mapped],
+    regions: Sequence[MappedPages],
     unchecked: Sequence[tuple[Region, int]],
     digests: dict[str, dict[str, str]] | None,
 ) -> None:
@@ -158,7 +158,11 @@ def _check_source(region: Region, crc: int) -> int:
 
 
 def _write_tensor(
-    target: _Target, file: PlannedFile, name: str, regions: Sequence[Mapped], digests: dict[str, dict[str, str]] | None
+    target: _Target,
+    file: PlannedFile,
+    name: str,
+    regions: Sequence[MappedPages],
+    digests: dict[str, dict[str, str]] | None,
 ) -> int:
     tensor = file.tensors[name]
     at = target.places[name]
@@ -172,7 +176,7 @@ def _write_tensor(
             digest.update(data)
         at += len(data)
         since += len(data)
-        if since >= FORGET_EVERY:
+        if since >= DROP_PAGES_EVERY:
             drop_pages(regions)
             since = 0
     target.checksums[name] = checksum
@@ -191,6 +195,6 @@ def _scratch() -> NDArray[np.uint8]:
     return buffer
 
 
-def drop_pages(regions: Iterable[Mapped]) -> None:
+def drop_pages(regions: Iterable[MappedPages]) -> None:
     for region in regions:
         region.drop_pages()

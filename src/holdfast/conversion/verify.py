@@ -15,13 +15,13 @@ import numpy as np
 
 from holdfast.conversion.files.raw_tensors import Array
 from holdfast.conversion.files.safetensors_files import read_safetensors
+from holdfast.conversion.forward_functions import ForwardFunction, open_forward
 from holdfast.conversion.huggingface.read import read_json
 from holdfast.conversion.huggingface.tokenizer_files import TokenizerFiles
-from holdfast.conversion.model import VOCABULARY_TENSORS, Mapped, Model
+from holdfast.conversion.model import VOCABULARY_TENSORS, MappedPages, Model
 from holdfast.conversion.sources import read_model
-from holdfast.conversion.stream import FORGET_EVERY, Plan, drop_pages
+from holdfast.conversion.stream import DROP_PAGES_EVERY, WritePlan, drop_pages
 from holdfast.conversion.tensors import Tensor
-from holdfast.conversion.verify_sides import Side, open_side
 from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers.folder import recipe_of
 
@@ -45,7 +45,7 @@ def verify_conversion(
     source: Path,
     model: Model,
     folder: Path,
-    plan: Plan,
+    plan: WritePlan,
     digests: Mapping[str, Mapping[str, str]],
     tokenizer: TokenizerFiles | None = None,
     heads: int | None = None,
@@ -64,7 +64,7 @@ def verify_conversion(
     arch = model.architecture
     ids = np.random.default_rng(0).integers(0, arch.vocabulary(), min(TOKENS, arch.max_position_embeddings))
     rounded = _rounded(model, target)
-    wanted, given = open_side(source, rounded, heads, version), open_side(folder)
+    wanted, given = open_forward(source, rounded, heads, version), open_forward(folder)
     head = given.head_activation if arch.model_type == "bert" and _head_may_differ(wanted, given) else None
     target_side = given.run(ids, arch.vocabulary(), None)
     difference = _difference(wanted.run(ids, arch.vocabulary(), head), target_side)
@@ -77,7 +77,7 @@ def verify_conversion(
     found |= {"largest_difference": difference, "tolerance": LARGEST_DIFFERENCE, "exact": exact}
     summary = f"{written + compared} checksums equal, largest difference of fp64 logits {difference:.1e}"
     if not exact:
-        changed = _difference(open_side(source, None, heads, version).run(ids, arch.vocabulary(), None), target_side)
+        changed = _difference(open_forward(source, None, heads, version).run(ids, arch.vocabulary(), None), target_side)
         found["announced_difference"] = changed
         summary += f" after what was announced (element type, GELU of BERT's head), which changes them by {changed:.1e}"
     published = _published(model, source, heads, version)
@@ -95,12 +95,12 @@ def _rounded(model: Model, target: Model) -> str | None:
     return kinds.pop() if kinds else None
 
 
-def _head_may_differ(wanted: Side, given: Side) -> bool:
+def _head_may_differ(wanted: ForwardFunction, given: ForwardFunction) -> bool:
     """One GELU for trunk and head where the source has two, or Megatron-core's exact head: a note names both."""
     return wanted.activation != wanted.head_activation or given.activation != given.head_activation
 
 
-def _verify_contents(folder: Path, plan: Plan) -> None:
+def _verify_contents(folder: Path, plan: WritePlan) -> None:
     """Configuration, tokenizer and generation files: as planned, and with ids that the vocabulary has."""
     for file in plan.files:
         if file.content is not None and (folder / file.name).read_bytes() != file.content:
@@ -159,12 +159,12 @@ def _verify_tensors(model: Model, target: Model) -> int:
     return len(model.tensors)
 
 
-def _sha256(tensor: Tensor, regions: Sequence[Mapped]) -> str:
+def _sha256(tensor: Tensor, regions: Sequence[MappedPages]) -> str:
     digest, read = hashlib.sha256(), 0
     for block in tensor.blocks():
         digest.update(np.ascontiguousarray(block).data)
         read += block.nbytes
-        if read >= FORGET_EVERY:
+        if read >= DROP_PAGES_EVERY:
             drop_pages(regions)
             read = 0
     drop_pages(regions)
@@ -188,7 +188,7 @@ def _published(model: Model, source: Path, heads: int | None, version: float | N
     wanted = {("gpt", 50257): GPT2_RELEASE, ("bert", 30522): BERT_RELEASE}.get((arch.model_type, arch.vocabulary()))
     if wanted is None:
         return None
-    values = open_side(source, None, heads, version).run(np.array(RELEASE_IDS), arch.vocabulary(), None)
+    values = open_forward(source, None, heads, version).run(np.array(RELEASE_IDS), arch.vocabulary(), None)
     if arch.model_type == "gpt":
         found = np.array([values["logits"][8 * i // 17, 2792 * i] for i in range(19)])
     else:

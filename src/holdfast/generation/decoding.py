@@ -17,9 +17,9 @@ from holdfast.generation.sampling import Sampling, next_token
 from holdfast.models.gpt import GPT
 
 # How often the host looks whether all sequences have ended. On CUDA looking means waiting for the device.
-LOOK_EVERY = {"cuda": 32}
+CHECK_EVERY = {"cuda": 32}
 # Recording costs some steps' time.
-RECORD_FROM = 8
+MIN_RECORDED_STEPS = 8
 
 
 class Sequences:
@@ -54,12 +54,12 @@ class Sequences:
         """The tokens of each sequence up to the end-of-document token, `wanted` of them at most."""
         self._read()
         done = 1
-        look_every = LOOK_EVERY.get(self._positions.device.type, 1)
+        check_every = CHECK_EVERY.get(self._positions.device.type, 1)
         advance: Callable[[], None] = self._step
         while done < self._limit:
-            if done % look_every == 0 and self._all_ended(done, wanted, eod):
+            if done % check_every == 0 and self._all_ended(done, wanted, eod):
                 break
-            if done == 3 and self._positions.is_cuda and self._limit - done >= RECORD_FROM:
+            if done == 3 and self._positions.is_cuda and self._limit - done >= MIN_RECORDED_STEPS:
                 advance = self._record()
             advance()
             done += 1

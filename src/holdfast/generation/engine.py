@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from holdfast.generation.decoding import Sequences
-from holdfast.generation.loading import Loaded, load_model
+from holdfast.generation.loading import LoadedModel, load_model
 from holdfast.generation.sampling import Sampling, draw
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.progress import log
@@ -30,7 +30,7 @@ class Completion:
 
 
 def generate(
-    model: str | Path | Loaded,
+    model: str | Path | LoadedModel,
     prompts: str | Sequence[str],
     *,
     max_new_tokens: int = 64,
@@ -51,7 +51,7 @@ def generate(
     for name, value in {"max_new_tokens": max_new_tokens, "num_return_sequences": num_return_sequences}.items():
         if value < 1:
             raise UsageError(f"{name} {value}: give 1 or more")
-    loaded = model if isinstance(model, Loaded) else load_model(model, tokenizer=tokenizer)
+    loaded = model if isinstance(model, LoadedModel) else load_model(model, tokenizer=tokenizer)
     if compile:
         loaded.compile()
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -66,14 +66,14 @@ def generate(
             for sequence in range(num_return_sequences)
         ]
         written += _complete(loaded, part, torch.stack(draws), sampling, num_return_sequences)
-    owners = [text for text in texts for _ in range(num_return_sequences)]
+    sources = [text for text in texts for _ in range(num_return_sequences)]
     return [
         Completion(prompt, loaded.tokenizer.decode(tokens), tuple(tokens))
-        for prompt, tokens in zip(owners, written, strict=True)
+        for prompt, tokens in zip(sources, written, strict=True)
     ]
 
 
-def _tokens(loaded: Loaded, prompt: str) -> list[int]:
+def _tokens(loaded: LoadedModel, prompt: str) -> list[int]:
     tokens = loaded.tokenizer.encode(prompt) or [loaded.tokenizer.eod or 0]
     if len(tokens) >= loaded.max_positions:
         raise HoldfastError(
@@ -83,13 +83,13 @@ def _tokens(loaded: Loaded, prompt: str) -> list[int]:
 
 
 def _complete(
-    loaded: Loaded, prompts: list[list[int]], draws_BL: torch.Tensor, sampling: Sampling, copies: int
+    loaded: LoadedModel, prompts: list[list[int]], draws_BL: torch.Tensor, sampling: Sampling, copies: int
 ) -> list[list[int]]:
     limit = draws_BL.shape[1]
-    rooms = [loaded.max_positions - len(prompt) for prompt in prompts]
-    if min(rooms) < limit:
-        log(f"the model's positions allow {min(rooms)} more tokens after the longest prompt, not {limit}")
-    wanted = [min(limit, room) for room in rooms for _ in range(copies)]
+    remaining = [loaded.max_positions - len(prompt) for prompt in prompts]
+    if min(remaining) < limit:
+        log(f"the model's positions allow {min(remaining)} more tokens after the longest prompt, not {limit}")
+    wanted = [min(limit, left) for left in remaining for _ in range(copies)]
     sequences = Sequences(
         loaded.model,
         prompts,

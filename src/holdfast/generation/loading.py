@@ -18,7 +18,7 @@ from holdfast.tokenizers.folder import describe, recipe_of
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model ready to run, and the tokenizer that belongs to it."""
 
     model: GPT
@@ -40,7 +40,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     tokenizer: Mapping[str, str | None] | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """On CUDA in bf16 where there is one, otherwise on the CPU in fp32.
 
     `tokenizer`: vocab_file, merge_file, tokenizer_model and tokenizer_type, for a model that names none.
@@ -69,7 +69,7 @@ def load_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_read(source.tensors[name]))
-    return Loaded(model.to(dtype).eval(), chosen, arch.max_position_embeddings)
+    return LoadedModel(model.to(dtype).eval(), chosen, arch.max_position_embeddings)
 
 
 def _read(tensor: Tensor) -> torch.Tensor:

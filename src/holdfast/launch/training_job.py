@@ -86,7 +86,7 @@ def training_job(
 
     `shared_files`: this machine sees the files of the job. If not, tokenizer and data are not checked.
     """
-    from holdfast.conversion.for_training import loads_other_format
+    from holdfast.conversion.train_load import loads_other_format
     from holdfast.train.checks.preflight import check_data, resolve
     from holdfast.train.command import parse
 

@@ -85,7 +85,7 @@ def train_command(options: TrainOptions) -> None:
         from holdfast.train.supervisor import run_ranks
     with open_run_folder(config) as config, print_result(config.train.save) if options.json else nullcontext():
         if converts:
-            from holdfast.conversion.for_training import with_converted_load
+            from holdfast.conversion.train_load import with_converted_load
 
             config = with_converted_load(config)
         run_ranks(config)
@@ -100,7 +100,7 @@ def _start_line(config: Config) -> str:
 def _loads_other_format(config: Config) -> bool:
     if config.train.load is None:
         return False
-    from holdfast.conversion.for_training import loads_other_format
+    from holdfast.conversion.train_load import loads_other_format
 
     return loads_other_format(config)
 
@@ -108,7 +108,7 @@ def _loads_other_format(config: Config) -> bool:
 def refuse_other_format(config: Config) -> None:
     """Raises if --load names a checkpoint of another format: ranks under torchrun do not convert it."""
     if _loads_other_format(config):
-        from holdfast.conversion.for_training import refuse
+        from holdfast.conversion.train_load import refuse
 
         refuse(Path(str(config.train.load)))
 

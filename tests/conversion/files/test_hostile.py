@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from holdfast import convert
-from holdfast.conversion.files.archives import load_torch
 from holdfast.conversion.files.budget import Budget
 from holdfast.conversion.files.pickles import load_pickle
+from holdfast.conversion.files.torch_reader import load_torch
 from holdfast.conversion.files.zips import map_file, read_directory
 from holdfast.conversion.sources import read_model
 from holdfast.system.errors import HoldfastError

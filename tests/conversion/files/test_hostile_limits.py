@@ -181,11 +181,11 @@ def test_chunks_of_a_distributed_checkpoint_share_one_limit(tmp_path):
     import torch
     from torch.distributed import checkpoint
 
-    from holdfast.conversion.megatron.torch_dist import Reader
+    from holdfast.conversion.megatron.torch_dist import DistributedCheckpoint
     from holdfast.system.errors import HoldfastError
 
     checkpoint.save({f"t{n}": torch.ones(4) for n in range(8)}, checkpoint_id=tmp_path, no_dist=True)
-    reader = Reader(tmp_path)
+    reader = DistributedCheckpoint(tmp_path)
     before = reader.budget.opcodes
     reader.tensor("t0")
     each = before - reader.budget.opcodes

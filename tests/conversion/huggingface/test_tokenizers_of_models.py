@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from holdfast import convert, generate
 from holdfast.cli import run
 from holdfast.config import Config, DataConfig, TrainConfig, read_config
-from holdfast.conversion.for_training import loads_other_format
+from holdfast.conversion.train_load import loads_other_format
 from holdfast.generation.loading import load_model
 from holdfast.system.errors import HoldfastError
 from holdfast.train.checks.preflight import resolve

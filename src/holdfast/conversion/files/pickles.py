@@ -29,7 +29,7 @@ class Global:
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class InertObject:
     """What the pickle wanted to make by a call that was not made."""
 
     what: Any
@@ -56,14 +56,14 @@ def load_pickle(
     `budget` is what is left for all pickles of the source. `calls` maps names to functions of ours that are given the arguments
     of a REDUCE; `persistent` understands persistent ids.
     """
-    return _Machine(data, budget, calls or {}, persistent).run()
+    return _PickleMachine(data, budget, calls or {}, persistent).run()
 
 
 def attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object that the pickle describes: a Namespace, a dataclass."""
     if isinstance(value, dict):
         return value
-    state = value.state if isinstance(value, Record) else None
+    state = value.state if isinstance(value, InertObject) else None
     if isinstance(state, tuple) and len(state) == 2:
         state = state[1] if isinstance(state[1], dict) else state[0]
     return state if isinstance(state, dict) else {}
@@ -85,7 +85,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple | dict | str) and not value:
         return None
-    if isinstance(value, Record):
+    if isinstance(value, InertObject):
         return Opaque(value.name)
     return Opaque(str(value) if isinstance(value, Global) else type(value).__name__)
 
@@ -94,7 +94,7 @@ def plain_attributes(value: Any) -> dict[str, Any]:
     return {key: plain(item) for key, item in attributes(value).items() if isinstance(key, str)}
 
 
-class _Machine:
+class _PickleMachine:
     def __init__(
         self, data: memoryview, budget: Budget, calls: dict[str, Call], persistent: Callable[[Any], Any] | None
     ) -> None:
@@ -223,19 +223,19 @@ class _Machine:
         if not isinstance(arguments, tuple):
             _refuse("a call without a tuple of arguments")
         function = self._calls.get(str(what)) if isinstance(what, Global) else None
-        value = function(arguments) if function else Record(what, arguments)
+        value = function(arguments) if function else InertObject(what, arguments)
         self._push(self._nest(value, arguments) if isinstance(value, _CONTAINERS) else value)
 
     def _build(self) -> None:
         state = self._pop()
         target = self._top()
-        if isinstance(target, Record):
+        if isinstance(target, InertObject):
             target.state = state
             self._nest(target, (state,))
 
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
-        place = target.items if isinstance(target, Record) else target
+        place = target.items if isinstance(target, InertObject) else target
         if not isinstance(place, list):
             _refuse("it appends to something that is not a list")
         place.extend(values)
@@ -250,7 +250,7 @@ class _Machine:
         keys, contents = values[::2], values[1::2]
         if len(keys) != len(contents):
             _refuse("a key without a value")
-        if isinstance(target, Record):
+        if isinstance(target, InertObject):
             target.items.extend(zip(keys, contents, strict=True))
         elif isinstance(target, dict):
             for key, content in zip(keys, contents, strict=True):
@@ -297,7 +297,7 @@ class _Machine:
 
 def _as_key(key: Any) -> Any:
     """Only keys whose hash is cheap: a tuple of tuples of tuples hashes in time and C stack of the attacker's choosing."""
-    simple = (str, bytes, int, float, type(None), Global, Record)
+    simple = (str, bytes, int, float, type(None), Global, InertObject)
     if isinstance(key, simple) or (isinstance(key, tuple) and all(isinstance(part, simple) for part in key)):
         return key
     _refuse("a dict key that is neither text nor number")
@@ -307,23 +307,23 @@ def _refuse(reason: str) -> NoReturn:
     raise HoldfastError(f"not a pickle that a checkpoint would hold: {reason}")
 
 
-_CONTAINERS = (list, dict, tuple, Record)
+_CONTAINERS = (list, dict, tuple, InertObject)
 
-Operation = Callable[[_Machine], object]
+Operation = Callable[[_PickleMachine], object]
 
-_TABLE: dict[bytes, Operation | None] = {
+_OPERATIONS: dict[bytes, Operation | None] = {
     b".": None,
     b"\x80": lambda m: m._bytes(1),
     b"\x95": lambda m: m._bytes(8),
-    b"(": _Machine._mark,
-    b"0": _Machine._discard,
-    b"1": _Machine._to_mark,
+    b"(": _PickleMachine._mark,
+    b"0": _PickleMachine._discard,
+    b"1": _PickleMachine._to_mark,
     b"2": lambda m: m._push(m._top()),
     b"N": lambda m: m._push(None),
     b"\x88": lambda m: m._push(True),
     b"\x89": lambda m: m._push(False),
-    b"I": _Machine._text_integer,
-    b"L": _Machine._text_integer,
+    b"I": _PickleMachine._text_integer,
+    b"L": _PickleMachine._text_integer,
     b"J": lambda m: m._push(m._number("<i", 4)),
     b"K": lambda m: m._push(m._number("<B", 1)),
     b"M": lambda m: m._push(m._number("<H", 2)),
@@ -350,21 +350,21 @@ _TABLE: dict[bytes, Operation | None] = {
     b"\x90": lambda m: m._extend(m._to_mark()),
     b"\x91": lambda m: m._collect(list, m._to_mark()),
     b"}": lambda m: m._push({}),
-    b"d": _Machine._dict_to_mark,
-    b"s": _Machine._set_item,
+    b"d": _PickleMachine._dict_to_mark,
+    b"s": _PickleMachine._set_item,
     b"u": lambda m: m._set(m._to_mark()),
     b")": lambda m: m._push(()),
     b"t": lambda m: m._collect(tuple, m._to_mark()),
     b"\x85": lambda m: m._collect(tuple, m._pops(1)),
     b"\x86": lambda m: m._collect(tuple, m._pops(2)),
     b"\x87": lambda m: m._collect(tuple, m._pops(3)),
-    b"c": _Machine._text_global,
-    b"\x93": _Machine._stack_global,
-    b"R": _Machine._reduce,
-    b"\x81": _Machine._reduce,
-    b"\x92": _Machine._new_with_keywords,
-    b"b": _Machine._build,
-    b"Q": _Machine._persistent_id,
+    b"c": _PickleMachine._text_global,
+    b"\x93": _PickleMachine._stack_global,
+    b"R": _PickleMachine._reduce,
+    b"\x81": _PickleMachine._reduce,
+    b"\x92": _PickleMachine._new_with_keywords,
+    b"b": _PickleMachine._build,
+    b"Q": _PickleMachine._persistent_id,
     b"g": lambda m: m._recall(int(m._line())),
     b"h": lambda m: m._recall(m._number("<B", 1)),
     b"j": lambda m: m._recall(m._number("<I", 4)),
@@ -374,4 +374,4 @@ _TABLE: dict[bytes, Operation | None] = {
     b"\x94": lambda m: m._remember(len(m._memo)),
 }
 # Absent on purpose: INST, OBJ, PERSID, the EXT registry and out-of-band buffers. No checkpoint has them.
-_OPCODES: list[Operation | None] = [_TABLE.get(bytes([code])) for code in range(256)]
+_OPCODES: list[Operation | None] = [_OPERATIONS.get(bytes([code])) for code in range(256)]

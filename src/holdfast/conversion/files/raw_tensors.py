@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.conversion.files.archives import StoredTensor
+from holdfast.conversion.files.torch_reader import StoredTensor
 from holdfast.conversion.tensors import Bits, Tensor, convert_bits
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawTensor:
     shape: tuple[int, ...]
     read: Callable[[int, int], Array]
     """Rows [start, stop)."""
@@ -33,15 +33,15 @@ class Raw:
         return self.rows(0, self.shape[0])
 
 
-def raw_of(tensor: Tensor, drop_pages: Callable[[], None], rounded: str | None) -> Raw:
-    return Raw(tensor.shape, lambda start, stop: tensor.rows(start, stop).floats(), drop_pages, rounded)
+def raw_of(tensor: Tensor, drop_pages: Callable[[], None], rounded: str | None) -> RawTensor:
+    return RawTensor(tensor.shape, lambda start, stop: tensor.rows(start, stop).floats(), drop_pages, rounded)
 
 
-def raw_of_stored(stored: StoredTensor, drop_pages: Callable[[], None], rounded: str | None) -> Raw:
+def raw_of_stored(stored: StoredTensor, drop_pages: Callable[[], None], rounded: str | None) -> RawTensor:
     def read(start: int, stop: int) -> Array:
         return floats(stored.view()[start:stop], stored.dtype)
 
-    return Raw(stored.shape, read, drop_pages, rounded)
+    return RawTensor(stored.shape, read, drop_pages, rounded)
 
 
 def floats(bits: Bits, dtype: str) -> Array:

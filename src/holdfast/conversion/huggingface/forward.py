@@ -25,11 +25,11 @@ from holdfast.conversion.arithmetic import (
     silu,
     vocabulary_logits,
 )
-from holdfast.conversion.files.raw_tensors import Array, Raw
+from holdfast.conversion.files.raw_tensors import Array, RawTensor
 
 
 def huggingface_forward(
-    config: Mapping[str, Any], tensors: Mapping[str, Raw], ids: Ids, head: str | None = None
+    config: Mapping[str, Any], tensors: Mapping[str, RawTensor], ids: Ids, head: str | None = None
 ) -> dict[str, Array]:
     """`logits` [T, V], for BERT also `hidden` and `sentence`, as transformers has them. `head`: another GELU for its head."""
     if "bert" in str(config["model_type"]):
@@ -38,7 +38,7 @@ def huggingface_forward(
 
 
 class _Weights:
-    def __init__(self, tensors: Mapping[str, Raw]) -> None:
+    def __init__(self, tensors: Mapping[str, RawTensor]) -> None:
         self.tensors = tensors
 
     def __getitem__(self, name: str) -> Array:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.conversion.files.archives import load_torch
 from holdfast.conversion.files.budget import MAX_FILES, Budget
 from holdfast.conversion.files.safetensors_files import read_safetensors
+from holdfast.conversion.files.torch_reader import load_torch
 from holdfast.conversion.files.zips import Region, map_file
 from holdfast.conversion.huggingface.config import architecture_from_config
 from holdfast.conversion.huggingface.names import BUFFERS, from_huggingface
@@ -18,7 +18,7 @@ from holdfast.system.bounded_files import read_json as read_bounded_json
 from holdfast.system.errors import HoldfastError
 
 MAX_JSON_BYTES = 16 << 20
-COMPANIONS = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model",
 )  # fmt: skip
@@ -71,7 +71,7 @@ def read_huggingface(path: Path) -> Model:
         tokenizer=tokenizer_in(path, arch.model_type),
         special_ids=valid_ids(config, SPECIAL_IDS, arch.padded_vocab_size),
         generation=_generation(path, arch.padded_vocab_size),
-        companions={name: path / name for name in COMPANIONS if (path / name).is_file()},
+        copied_files={name: path / name for name in TOKENIZER_FILES if (path / name).is_file()},
         padding=padding,
     )
 

@@ -76,7 +76,7 @@ def read_tokenizer(names: Mapping[str, str], positions: int) -> TokenizerFiles:
     if kind in BY_VOCABULARY["bert"]:
         return _word_piece(found, paths["vocab_file"], kind == "BertWordPieceLowerCase", positions)
     if kind == "HuggingFaceTokenizer":
-        return _ready_made(found, paths["tokenizer_model"], positions)
+        return _from_tokenizer_json(found, paths["tokenizer_model"], positions)
     return _copied(found, paths["tokenizer_model"])
 
 
@@ -130,13 +130,13 @@ def _word_piece(names: dict[str, str], vocab: Path, lower_case: bool, positions:
     return TokenizerFiles(recipe.vocab_size, str(vocab), names, files)
 
 
-def _ready_made(names: dict[str, str], main: Path, positions: int) -> TokenizerFiles:
+def _from_tokenizer_json(names: dict[str, str], main: Path, positions: int) -> TokenizerFiles:
     """A tokenizer.json is copied as it is, with its own configuration."""
     recipe = read_recipe("HuggingFaceTokenizer", tokenizer_model=main)
-    beside = ("tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+    extra = ("tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
     files = {
         name: read_bounded(main.parent / name, MAX_BYTES, "file of a tokenizer")
-        for name in beside
+        for name in extra
         if (main.parent / name).is_file()
     }
     default = to_json({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions})

@@ -9,7 +9,7 @@ from holdfast.conversion.huggingface.names import to_huggingface
 from holdfast.conversion.huggingface.read import PADDING_FILE
 from holdfast.conversion.huggingface.tokenizer_files import MAX_BYTES, TokenizerFiles, to_json
 from holdfast.conversion.model import SPECIAL_IDS, VOCABULARY_TENSORS, Model, valid_ids
-from holdfast.conversion.stream import Plan, PlannedFile
+from holdfast.conversion.stream import PlannedFile, WritePlan
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.bounded_files import read_bounded
 from holdfast.system.errors import UsageError
@@ -24,7 +24,7 @@ def plan_huggingface(
     max_shard_size: str,
     as_bin: bool,
     keep_padding: bool,
-) -> Plan:
+) -> WritePlan:
     """What to write, complete, before anything is."""
     arch, size = model.architecture, model.architecture.vocabulary()
     trimmed, padding = {}, {}
@@ -43,7 +43,7 @@ def plan_huggingface(
     files = [PlannedFile("config.json", content=to_json(config))]
     if arch.model_type == "gpt":
         files.append(PlannedFile("generation_config.json", content=to_json(_generation(model, special_ids))))
-    carried = {name: read_bounded(path, MAX_BYTES, "file of a tokenizer") for name, path in model.companions.items()}
+    carried = {name: read_bounded(path, MAX_BYTES, "file of a tokenizer") for name, path in model.copied_files.items()}
     for name, content in {**(tokenizer.files if tokenizer else {}), **carried}.items():
         files.append(PlannedFile(name, content=content))
     files += _weight_files(weights, shard_bytes(max_shard_size), as_bin)
@@ -60,7 +60,7 @@ def plan_huggingface(
         notes.append(f"{rows} rows of vocabulary padding left out (--keep-padding keeps them in a side file)")
     if model.facts.get("optimizer"):
         notes.append("optimizer state left behind: a Hugging Face folder has no place for it")
-    return Plan(files, notes)
+    return WritePlan(files, notes)
 
 
 def _generation(model: Model, special_ids: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from holdfast.conversion.arithmetic import (
     silu,
     vocabulary_logits,
 )
-from holdfast.conversion.files.raw_tensors import Array, Raw
+from holdfast.conversion.files.raw_tensors import Array, RawTensor
 from holdfast.system.errors import HoldfastError
 
-Part = Sequence[Mapping[str, Raw]]
+StageTensors = Sequence[Mapping[str, RawTensor]]
 """One pipeline stage (or chunk of one): the tensors of each tensor rank, by the file's own names."""
 
 QKV = ("linear_qkv", "query_key_value", "layernorm_qkv")
@@ -44,7 +44,7 @@ FINAL_NORM = ("final_layernorm", "final_norm")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ForwardSettings:
     """The settings of the source that decide its function, read a second time."""
 
     heads: int
@@ -61,12 +61,14 @@ class Settings:
     version: float = 3.0
 
 
-def run_megatron(settings: Settings, parts: Sequence[Part], ids: Ids, size: int, head: str | None) -> dict[str, Array]:
+def run_megatron(
+    settings: ForwardSettings, parts: Sequence[StageTensors], ids: Ids, size: int, head: str | None
+) -> dict[str, Array]:
     """`logits` [T, size]; for BERT also `hidden` and `sentence`. `head`: another activation for BERT's head than its own."""
     return _Forward(settings, parts).run(ids, size, head or settings.head_activation)
 
 
-def find(tensors: Mapping[str, Raw], names: Sequence[str], kind: str) -> Raw | None:
+def find(tensors: Mapping[str, RawTensor], names: Sequence[str], kind: str) -> RawTensor | None:
     """The tensor of one of these names, whatever stands in front of it: `kind` is weight or bias."""
     for name in names:
         for key, raw in tensors.items():
@@ -76,7 +78,7 @@ def find(tensors: Mapping[str, Raw], names: Sequence[str], kind: str) -> Raw | N
 
 
 class _Forward:
-    def __init__(self, settings: Settings, parts: Sequence[Part]) -> None:
+    def __init__(self, settings: ForwardSettings, parts: Sequence[StageTensors]) -> None:
         self._s, self._parts = settings, parts
 
     def run(self, ids: Ids, size: int, head: str) -> dict[str, Array]:
@@ -105,38 +107,38 @@ class _Forward:
             found["sentence"] = self._linear(last[0], ["binary_head"], pooled)
         return found
 
-    def _need(self, tensors: Mapping[str, Raw], names: Sequence[str], kind: str = "weight") -> Raw:
+    def _need(self, tensors: Mapping[str, RawTensor], names: Sequence[str], kind: str = "weight") -> RawTensor:
         raw = find(tensors, names, kind)
         if raw is None:
             raise HoldfastError(f"verification failed: the source has no {names[0]}.{kind}")
         return raw
 
-    def _linear(self, tensors: Mapping[str, Raw], names: Sequence[str], x: Array) -> Array:
+    def _linear(self, tensors: Mapping[str, RawTensor], names: Sequence[str], x: Array) -> Array:
         bias = find(tensors, names, "bias")
         y = x @ self._need(tensors, names).whole().T
         return y if bias is None else y + bias.whole()
 
-    def _row_parallel(self, ranks: Part, names: Sequence[str], inputs: Sequence[Array]) -> Array:
+    def _row_parallel(self, ranks: StageTensors, names: Sequence[str], inputs: Sequence[Array]) -> Array:
         """Each rank multiplies its columns; the bias is added once, to the sum."""
         products = [x @ self._need(rank, names).whole().T for rank, x in zip(ranks, inputs, strict=True)]
         bias = find(ranks[0], names, "bias")
         total = np.sum(products, axis=0)
         return np.asarray(total if bias is None else total + bias.whole(), np.float64)
 
-    def _norm(self, tensors: Mapping[str, Raw], names: Sequence[str], x: Array) -> Array:
+    def _norm(self, tensors: Mapping[str, RawTensor], names: Sequence[str], x: Array) -> Array:
         weight = self._need(tensors, names).whole()
         if self._s.rms:
             return rms_norm(x, weight, self._s.epsilon)
         return layer_norm(x, weight, self._need(tensors, names, "bias").whole(), self._s.epsilon)
 
-    def _layer(self, ranks: Part, x: Array) -> Array:
+    def _layer(self, ranks: StageTensors, x: Array) -> Array:
         if self._s.post_norm:
             x = self._norm(ranks[0], ["post_attention_layernorm"], x + self._attention(ranks, x))
             return self._norm(ranks[0], ["post_mlp_layernorm"], x + self._mlp(ranks, x))
         x = x + self._attention(ranks, self._norm(ranks[0], INPUT_NORM, x))
         return x + self._mlp(ranks, self._norm(ranks[0], MLP_NORM, x))
 
-    def _attention(self, ranks: Part, x: Array) -> Array:
+    def _attention(self, ranks: StageTensors, x: Array) -> Array:
         s, mixed = self._s, []
         for rank in ranks:
             q, k, v = self._heads(self._linear(rank, QKV, x), len(ranks))
@@ -159,7 +161,7 @@ class _Forward:
         q = y[:, :, :each].reshape(tokens, groups * each, s.width)
         return q.transpose(1, 0, 2), y[:, :, each].transpose(1, 0, 2), y[:, :, each + 1].transpose(1, 0, 2)
 
-    def _mlp(self, ranks: Part, x: Array) -> Array:
+    def _mlp(self, ranks: StageTensors, x: Array) -> Array:
         inner = []
         for rank in ranks:
             if self._s.activation != "swiglu":
@@ -173,9 +175,9 @@ class _Forward:
         return self._row_parallel(ranks, SECOND, inner)
 
 
-def _layers(part: Part) -> list[Part]:
+def _layers(part: StageTensors) -> list[StageTensors]:
     """The layers of a stage in order: for each tensor rank the tensors of one layer."""
-    found: list[list[dict[str, Raw]]] = []
+    found: list[list[dict[str, RawTensor]]] = []
     for rank, tensors in enumerate(part):
         for name, raw in tensors.items():
             match = re.search(r"(?:^|\.)layers\.(\d+)\.(.+)$", name)

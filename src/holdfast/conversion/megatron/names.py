@@ -9,7 +9,7 @@ from typing import Literal
 
 from holdfast.system.errors import HoldfastError
 
-VocabShard = Literal["rows", "columns", "whole", "qkv", "gated"]
+ShardKind = Literal["rows", "columns", "whole", "qkv", "gated"]
 
 _LEGACY_LAYER = {
     "input_norm": "input_layernorm",
@@ -87,7 +87,7 @@ def _layer_name(rest: str) -> str:
     return f"{_LEGACY_LAYER.get(module, module)}.{kind}"
 
 
-def cut_of(name: str, swiglu: bool) -> VocabShard:
+def shard_kind(name: str, swiglu: bool) -> ShardKind:
     """How tensor parallelism cuts a canonical parameter."""
     if name.startswith(("embedding.word_embeddings", "output_layer.")):
         return "rows"

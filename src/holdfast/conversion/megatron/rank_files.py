@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.conversion.files.archives import StoredTensor, TorchFile, describe, load_torch
 from holdfast.conversion.files.budget import MAX_FILES, Budget
 from holdfast.conversion.files.pickles import plain, plain_attributes
+from holdfast.conversion.files.torch_reader import StoredTensor, TorchFile, describe, load_torch
 from holdfast.conversion.files.zips import Region, is_zip, map_file, open_member, read_directory
 from holdfast.system.errors import HoldfastError
 

@@ -18,7 +18,7 @@ from holdfast.conversion.megatron.args import (
     true_size_from_args,
     true_size_of_release,
 )
-from holdfast.conversion.megatron.names import canonical_name, cut_of
+from holdfast.conversion.megatron.names import canonical_name, shard_kind
 from holdfast.conversion.megatron.rank_files import RankFile, flatten, read_ranks
 from holdfast.conversion.megatron.settings import check_settings
 from holdfast.conversion.model import (
@@ -258,7 +258,7 @@ def _shift_layer(name: str, offset: int) -> str:
 
 
 def _join_shards(name: str, shards: list[Tensor], files: list[str], layouts: _Layouts) -> dict[str, Tensor]:
-    cut = cut_of(name, layouts.swiglu)
+    cut = shard_kind(name, layouts.swiglu)
     try:
         if cut == "whole":
             for shard, file in zip(shards, files, strict=True):

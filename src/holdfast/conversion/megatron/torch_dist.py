@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.conversion.files.archives import StoredTensor, load_torch
 from holdfast.conversion.files.budget import Budget
-from holdfast.conversion.files.pickles import Record, attributes, load_pickle, plain_attributes
+from holdfast.conversion.files.pickles import InertObject, attributes, load_pickle, plain_attributes
+from holdfast.conversion.files.torch_reader import StoredTensor, load_torch
 from holdfast.conversion.files.zips import Region, map_file
 from holdfast.conversion.megatron.names import canonical_name
 from holdfast.conversion.megatron.rank_files import iteration_folder
@@ -34,7 +34,7 @@ def is_torch_dist(path: Path) -> bool:
 
 def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[str] = ()) -> Model:
     folder = iteration_folder(path)
-    reader = Reader(folder)
+    reader = DistributedCheckpoint(folder)
     args, common = read_args(folder, reader)
     named = {name: name.removeprefix("model.") for name in reader.chunks if not _NOT_WEIGHTS.match(name)}
     bert = any("tokentype" in name for name in named)
@@ -71,7 +71,7 @@ def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[st
     )
 
 
-def _tensors(reader: "Reader", named: Mapping[str, str], stack: str, folder: Path) -> dict[str, Tensor]:
+def _tensors(reader: "DistributedCheckpoint", named: Mapping[str, str], stack: str, folder: Path) -> dict[str, Tensor]:
     """Canonical tensors; stacks of layers taken apart."""
     tensors: dict[str, Tensor] = {}
     for name, plain in named.items():
@@ -96,7 +96,7 @@ def _tensors(reader: "Reader", named: Mapping[str, str], stack: str, folder: Pat
     return tensors
 
 
-def read_args(folder: Path, reader: "Reader") -> tuple[dict[str, Any], Mapping[str, Any]]:
+def read_args(folder: Path, reader: "DistributedCheckpoint") -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Megatron's args: in common.pt, or in newer folders as a byte entry of their own."""
     if (folder / "common.pt").is_file():
         common = load_torch(map_file(folder / "common.pt"), reader.budget).tree
@@ -112,7 +112,7 @@ def read_args(folder: Path, reader: "Reader") -> tuple[dict[str, Any], Mapping[s
     return plain_attributes(state.get("args")), state
 
 
-class Reader:
+class DistributedCheckpoint:
     """The index of a DCP folder: which chunk of which tensor lies where."""
 
     def __init__(self, folder: Path) -> None:
@@ -120,9 +120,9 @@ class Reader:
         self.budget = Budget()
         self._loaded: dict[int, StoredTensor] = {}
         self.files: dict[str, Region] = {}
-        self.chunks: dict[str, list[tuple[Box, Record]]] = {}
+        self.chunks: dict[str, list[tuple[Box, InertObject]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.blobs: dict[str, Record] = {}
+        self.blobs: dict[str, InertObject] = {}
         region = map_file(folder / ".metadata")
         calls = {"torch.Size": lambda arguments: tuple(arguments[0])}
         try:
@@ -137,24 +137,24 @@ class Reader:
         self._index(entries, storage)
 
     def _index(self, entries: dict[Any, Any], storage: dict[Any, Any]) -> None:
-        places: dict[tuple[str, tuple[int, ...]], Record] = {}
+        places: dict[tuple[str, tuple[int, ...]], InertObject] = {}
         for key, info in storage.items():
             where = attributes(key)
             name = where.get("fqn")
-            if isinstance(name, str) and isinstance(info, Record):
-                if isinstance(entries.get(name), Record) and entries[name].name.endswith("BytesStorageMetadata"):
+            if isinstance(name, str) and isinstance(info, InertObject):
+                if isinstance(entries.get(name), InertObject) and entries[name].name.endswith("BytesStorageMetadata"):
                     self.blobs[name] = info
                 else:
                     places[name, _sizes(where.get("offset"), self._folder)] = info
         for name, entry in entries.items():
-            if not isinstance(name, str) or name in self.blobs or not isinstance(entry, Record):
+            if not isinstance(name, str) or name in self.blobs or not isinstance(entry, InertObject):
                 continue
             described = attributes(entry)
             if not isinstance(described.get("chunks"), list):
                 continue
             self.shapes[name] = _sizes(described.get("size"), self._folder)
             boxes = [attributes(chunk) for chunk in described["chunks"]]
-            found: list[tuple[Box, Record]] = []
+            found: list[tuple[Box, InertObject]] = []
             for box in boxes:
                 offsets, sizes = _sizes(box.get("offsets"), self._folder), _sizes(box.get("sizes"), self._folder)
                 if (name, offsets) not in places:
@@ -165,7 +165,7 @@ class Reader:
     def region(self, name: str) -> Region:
         return self._region(self.blobs[name], name)
 
-    def _region(self, info: Record, name: str) -> Region:
+    def _region(self, info: InertObject, name: str) -> Region:
         where = attributes(info)
         file, at, length = (where.get(key) for key in ("relative_path", "offset", "length"))
         if type(at) is not int or type(length) is not int or not isinstance(file, str) or not _CHUNK_FILE.match(file):
@@ -180,7 +180,7 @@ class Reader:
             self.files[file] = map_file(self._folder / file)
         return self.files[file].part(at, length, f"{self._folder / file}: {name}")
 
-    def load(self, info: Record, name: str) -> StoredTensor:
+    def load(self, info: InertObject, name: str) -> StoredTensor:
         """A chunk's tensor; a chunk that holds several layers is asked for once for each."""
         region = self._region(info, name)
         if id(info) not in self._loaded:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from holdfast.conversion.files.pickles import Global
 from holdfast.conversion.megatron.args import args_for
-from holdfast.conversion.megatron.names import cut_of, legacy_name
+from holdfast.conversion.megatron.names import legacy_name, shard_kind
 from holdfast.conversion.model import (
     OUTPUT_LAYER,
     VOCABULARY_TENSORS,
@@ -21,7 +21,7 @@ from holdfast.conversion.model import (
     expected_shapes,
     padded_size,
 )
-from holdfast.conversion.stream import Plan, PlannedFile
+from holdfast.conversion.stream import PlannedFile, WritePlan
 from holdfast.conversion.tensors import DTYPE_NAMES, Tensor, repeated, vstack
 from holdfast.system.errors import HoldfastError, UsageError
 
@@ -35,7 +35,7 @@ def plan_megatron(
     pipeline_parallel: int,
     version: float,
     names: Names,
-) -> Plan:
+) -> WritePlan:
     arch = model.architecture
     _check(arch, tensor_parallel, pipeline_parallel, version, names)
     true_size = arch.vocabulary()
@@ -61,7 +61,7 @@ def plan_megatron(
         for rank in range(tensor_parallel):
             shard = {}
             for name, tensor in join_gate(owned).items():
-                shard[name] = cut(name, tensor, rank, tensor_parallel, arch)
+                shard[name] = shard_of(name, tensor, rank, tensor_parallel, arch)
             folder = f"mp_rank_{rank:02d}" if pipeline_parallel == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
             state = _legacy_tree(shard, arch.tied) if names == "legacy" else shard
             tree = {
@@ -79,7 +79,7 @@ def plan_megatron(
         )
     if model.facts.get("optimizer"):
         notes.append("optimizer state left behind: the release form carries weights only")
-    return Plan(files, notes)
+    return WritePlan(files, notes)
 
 
 def _check(arch: Architecture, tensor_parallel: int, pipeline_parallel: int, version: float, names: Names) -> None:
@@ -155,9 +155,9 @@ def join_gate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return joined
 
 
-def cut(name: str, tensor: Tensor, rank: int, ranks: int, arch: Architecture) -> Tensor:
+def shard_of(name: str, tensor: Tensor, rank: int, ranks: int, arch: Architecture) -> Tensor:
     """One rank's share of a whole tensor."""
-    kind = cut_of(name, arch.activation == "swiglu")
+    kind = shard_kind(name, arch.activation == "swiglu")
     if kind == "whole":
         return replace(tensor)
     if kind == "gated":

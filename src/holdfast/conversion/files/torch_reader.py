@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.conversion.files.budget import Budget
-from holdfast.conversion.files.pickles import Global, Record, load_pickle
+from holdfast.conversion.files.pickles import Global, InertObject, load_pickle
 from holdfast.conversion.files.zips import Member, Region, check_crc, is_zip, open_member, read_directory
 from holdfast.conversion.tensors import WIDTHS, Bits, Tensor, bits_type, tensor_of
 from holdfast.system.errors import HoldfastError
@@ -29,7 +29,7 @@ STORAGES = {
 
 
 @dataclass(frozen=True)
-class Storage:
+class TorchStorage:
     key: str
     dtype: str
     count: int
@@ -39,11 +39,11 @@ class Storage:
 class StoredTensor:
     """A tensor as a pickle describes it; `view` gives its bits, and checks that they are where they should be."""
 
-    storage: Storage
+    storage: TorchStorage
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    locate: Callable[[Storage], Region]
+    locate: Callable[[TorchStorage], Region]
 
     @property
     def dtype(self) -> str:
@@ -107,7 +107,7 @@ def _load_zip(region: Region, budget: Budget) -> TorchFile:
     if order is not None and bytes(_open_stored(region, order).data[:7]) != b"little":
         raise HoldfastError(f"{region.name} was written on a big-endian machine; that is not supported")
 
-    def locate(storage: Storage) -> Region:
+    def locate(storage: TorchStorage) -> Region:
         member = members.get(f"{root}data/{storage.key}")
         if member is None:
             raise HoldfastError(f"{region.name}: storage {storage.key} is missing")
@@ -140,9 +140,9 @@ def _load_legacy(region: Region, budget: Budget) -> TorchFile:
     if heads[1] != 1001 or not (isinstance(heads[2], dict) and heads[2].get("little_endian", True) is True):
         raise HoldfastError(f"{region.name} has an unknown protocol or byte order")
     places: dict[str, tuple[int, int]] = {}
-    declared: dict[str, Storage] = {}
+    declared: dict[str, TorchStorage] = {}
 
-    def locate(storage: Storage) -> Region:
+    def locate(storage: TorchStorage) -> Region:
         if storage.key not in places:
             raise HoldfastError(f"{region.name}: storage {storage.key} is missing")
         start, count = places[storage.key]
@@ -176,10 +176,10 @@ def _load_tree(
     data: memoryview,
     budget: Budget,
     name: str,
-    locate: Callable[[Storage], Region],
-    declared: dict[str, Storage] | None = None,
+    locate: Callable[[TorchStorage], Region],
+    declared: dict[str, TorchStorage] | None = None,
 ) -> tuple[Any, int, set[str]]:
-    def persistent(identity: Any) -> Storage:
+    def persistent(identity: Any) -> TorchStorage:
         if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
             raise HoldfastError("a reference that is not a storage")
         _, kind, key, _, count = identity[:5]
@@ -187,14 +187,14 @@ def _load_tree(
         is_view = len(identity) == 6 and identity[5] is not None
         if dtype is None or not isinstance(key, str) or not _is_size(count) or is_view:
             raise HoldfastError(f"a storage of unknown kind {kind}")
-        storage = Storage(key, dtype, count)
+        storage = TorchStorage(key, dtype, count)
         if declared is not None and declared.setdefault(key, storage) != storage:
             raise HoldfastError(f"storage {key} is declared twice, differently")
         return storage
 
     def rebuild(arguments: tuple[Any, ...]) -> StoredTensor:
         storage, offset, shape, stride = arguments[:4]
-        if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
+        if not isinstance(storage, TorchStorage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
             raise HoldfastError("a tensor without storage, shape or stride")
         return StoredTensor(storage, offset, shape, stride, locate)
 
@@ -223,4 +223,4 @@ def _is_size(number: Any) -> bool:
 
 def describe(value: Any) -> str:
     """What stands where a tensor was expected."""
-    return f"an inert {value.name}" if isinstance(value, Record) else type(value).__name__
+    return f"an inert {value.name}" if isinstance(value, InertObject) else type(value).__name__

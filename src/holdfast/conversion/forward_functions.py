@@ -16,28 +16,30 @@ import numpy as np
 from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
 from holdfast.conversion.arithmetic import Ids
 from holdfast.conversion.files.budget import Budget
-from holdfast.conversion.files.raw_tensors import Array, Raw, floats, raw_of, raw_of_stored
+from holdfast.conversion.files.raw_tensors import Array, RawTensor, floats, raw_of, raw_of_stored
 from holdfast.conversion.holdfast_checkpoint import config_of
 from holdfast.conversion.huggingface.forward import huggingface_forward
 from holdfast.conversion.huggingface.names import with_prefixes
 from holdfast.conversion.huggingface.read import read_json, read_weights
-from holdfast.conversion.megatron.forward import Part, Settings, find, run_megatron
+from holdfast.conversion.megatron.forward import ForwardSettings, StageTensors, find, run_megatron
 from holdfast.conversion.megatron.rank_files import flatten, iteration_folder, read_ranks
-from holdfast.conversion.megatron.torch_dist import Reader, read_args
+from holdfast.conversion.megatron.torch_dist import DistributedCheckpoint, read_args
 from holdfast.conversion.sources import kind_of
 from holdfast.conversion.stream import drop_pages
 from holdfast.conversion.tensors import bits_type
 
 
 @dataclass(frozen=True)
-class Side:
+class ForwardFunction:
     run: Callable[[Ids, int, str | None], dict[str, Array]]
     """Ids, number of logits, and another activation for BERT's head than its own → logits and, for BERT, more."""
     activation: str
     head_activation: str
 
 
-def open_side(path: Path, rounded: str | None = None, heads: int | None = None, version: float | None = None) -> Side:
+def open_forward(
+    path: Path, rounded: str | None = None, heads: int | None = None, version: float | None = None
+) -> ForwardFunction:
     """The function at a path. `rounded`: with every weight rounded to this element type. `heads`, `version`: as for reading."""
     kind = kind_of(path)
     if kind == "huggingface":
@@ -52,24 +54,26 @@ def open_side(path: Path, rounded: str | None = None, heads: int | None = None, 
     def run(ids: Ids, size: int, head: str | None) -> dict[str, Array]:
         return run_megatron(settings, parts, ids, size, head)
 
-    return Side(run, settings.activation, settings.head_activation)
+    return ForwardFunction(run, settings.activation, settings.head_activation)
 
 
-def _huggingface(path: Path, rounded: str | None) -> Side:
+def _huggingface(path: Path, rounded: str | None) -> ForwardFunction:
     config = read_json(path / "config.json")
     tensors, regions = read_weights(path, Budget())
     named = with_prefixes(config["model_type"], tensors)
     raw = {name: raw_of(tensor, lambda: drop_pages(regions), rounded) for name, tensor in named.items()}
     stated = config.get("hidden_act" if "bert" in config["model_type"] else "activation_function", "gelu")
     activation = "gelu" if stated == "gelu" else "gelu_tanh"
-    return Side(lambda ids, size, head: huggingface_forward(config, raw, ids, head), activation, activation)
+    return ForwardFunction(lambda ids, size, head: huggingface_forward(config, raw, ids, head), activation, activation)
 
 
-def _megatron(path: Path, rounded: str | None, heads: int | None, version: float | None) -> tuple[Settings, list[Part]]:
+def _megatron(
+    path: Path, rounded: str | None, heads: int | None, version: float | None
+) -> tuple[ForwardSettings, list[StageTensors]]:
     ranks = read_ranks(path, Budget())
     width, depth = 1 + max(rank.tensor_rank for rank in ranks), 1 + max(rank.stage for rank in ranks)
     place = {(rank.stage, rank.tensor_rank): rank for rank in ranks}
-    parts: list[Part] = [
+    parts: list[StageTensors] = [
         [
             {
                 name: raw_of_stored(stored, rank.file.region.drop_pages, rounded)
@@ -85,21 +89,23 @@ def _megatron(path: Path, rounded: str | None, heads: int | None, version: float
     return _settings(ranks[0].args, parts, heads, stated), parts
 
 
-def _torch_dist(path: Path, rounded: str | None, heads: int | None) -> tuple[Settings, list[Part]]:
+def _torch_dist(path: Path, rounded: str | None, heads: int | None) -> tuple[ForwardSettings, list[StageTensors]]:
     folder = iteration_folder(path)
-    reader = Reader(folder)
+    reader = DistributedCheckpoint(folder)
     args, _ = read_args(folder, reader)
-    tensors: dict[str, Raw] = {}
+    tensors: dict[str, RawTensor] = {}
     for name, shape in reader.shapes.items():
         stack = re.match(r"(.*\blayers\.)(?!\d)(.+)", name)
         for layer in range(shape[0]) if stack else [None]:
             key = name if layer is None or stack is None else f"{stack[1]}{layer}.{stack[2]}"
             tensors[key] = _chunked(reader, name, shape, layer, rounded)
-    parts: list[Part] = [[tensors]]
+    parts: list[StageTensors] = [[tensors]]
     return _settings(args, parts, heads, 3.0), parts
 
 
-def _chunked(reader: Reader, name: str, shape: tuple[int, ...], layer: int | None, rounded: str | None) -> Raw:
+def _chunked(
+    reader: DistributedCheckpoint, name: str, shape: tuple[int, ...], layer: int | None, rounded: str | None
+) -> RawTensor:
     """A tensor of a distributed checkpoint, or one layer of a stack, put together from its chunks."""
     whole = shape if layer is None else shape[1:]
 
@@ -121,10 +127,10 @@ def _chunked(reader: Reader, name: str, shape: tuple[int, ...], layer: int | Non
                 )
         return out
 
-    return Raw(whole, read, lambda: drop_pages(reader.files.values()), rounded)
+    return RawTensor(whole, read, lambda: drop_pages(reader.files.values()), rounded)
 
 
-def _settings(args: Mapping[str, Any], parts: list[Part], heads: int | None, version: Any) -> Settings:
+def _settings(args: Mapping[str, Any], parts: list[StageTensors], heads: int | None, version: Any) -> ForwardSettings:
     """Megatron's args as its models take them; for files without args, what Megatron did before it stored them."""
     first = parts[0][0]
     names = [name for part in parts for name in part[0]]
@@ -138,7 +144,7 @@ def _settings(args: Mapping[str, Any], parts: list[Part], heads: int | None, ver
     rotary = args.get("position_embedding_type") == "rope" or args.get("use_rotary_position_embeddings") is True
     epsilon = args.get("norm_epsilon")
     epsilon = args.get("layernorm_epsilon") if epsilon is None else epsilon
-    return Settings(
+    return ForwardSettings(
         heads=count,
         groups=int(args["num_query_groups"]) if args.get("group_query_attention") is True else count,
         width=int(args.get("kv_channels") or hidden // count),
@@ -153,16 +159,16 @@ def _settings(args: Mapping[str, Any], parts: list[Part], heads: int | None, ver
     )
 
 
-def _holdfast(path: Path, rounded: str | None) -> tuple[Settings, list[Part]]:
+def _holdfast(path: Path, rounded: str | None) -> tuple[ForwardSettings, list[StageTensors]]:
     checkpoint = open_checkpoint(path, untrusted=True)
     config = config_of(path, checkpoint).model
     tensors = {
-        name.removeprefix("model."): _held(checkpoint, name, rounded)
+        name.removeprefix("model."): _checkpoint_tensor(checkpoint, name, rounded)
         for name in checkpoint.tensors
         if name.startswith("model.")
     }
     gelu = "gelu_tanh" if config.openai_gelu else "gelu"
-    settings = Settings(
+    settings = ForwardSettings(
         heads=config.num_attention_heads,
         groups=config.num_query_groups or config.num_attention_heads,
         width=config.kv_channels or config.hidden_size // config.num_attention_heads,
@@ -178,10 +184,10 @@ def _holdfast(path: Path, rounded: str | None) -> tuple[Settings, list[Part]]:
     return settings, [[tensors]]
 
 
-def _held(checkpoint: Checkpoint, name: str, rounded: str | None) -> Raw:
+def _checkpoint_tensor(checkpoint: Checkpoint, name: str, rounded: str | None) -> RawTensor:
     dtype, shape = checkpoint.tensors[name]
 
     def read(start: int, stop: int) -> Array:
         return floats(checkpoint.tensor(name, (start, stop)).view(bits_type(dtype)), dtype)
 
-    return Raw(tuple(shape), read, checkpoint.drop_pages, rounded)
+    return RawTensor(tuple(shape), read, checkpoint.drop_pages, rounded)

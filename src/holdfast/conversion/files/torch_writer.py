@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.conversion.files.archives import STORAGES
 from holdfast.conversion.files.pickles import Global
+from holdfast.conversion.files.torch_reader import STORAGES
 from holdfast.conversion.tensors import WIDTHS, Tensor
 from holdfast.system.descriptors import pwrite_all
 
