@@ -112,5 +112,5 @@ def test_what_hugging_face_cannot_say_is_refused_with_the_reason(tmp_path, model
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):
     vocab, merges = byte_level_tokenizer(tmp_path / "tokenizer", size=290)
     run = write_run(tmp_path / "run", GPT2_TINY, build_gpt(GPT2_TINY))
-    with pytest.raises(HoldfastError, match="says 290 tokens, but the model was made for 300"):
+    with pytest.raises(HoldfastError, match="gives 290 tokens, but the model was made for 300"):
         convert(run, tmp_path / "hf", vocab_file=vocab, merge_file=merges)

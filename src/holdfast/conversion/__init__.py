@@ -1,1 +1,1 @@
-"""Conversion: Megatron ↔ Hugging Face ↔ Holdfast. Readers give a Model (canonical names), writers make a plan of it."""
+"""Conversion: Megatron ↔ Hugging Face ↔ Holdfast. Readers return a Model (canonical names); writers plan the files of one."""

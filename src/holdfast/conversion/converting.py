@@ -26,7 +26,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass
 class ConversionReport:
-    """What was done, for people and for --json."""
+    """The result of a conversion, as --json prints it."""
 
     destination: Path
     source: str
@@ -76,7 +76,7 @@ def run_conversion(options: ConvertOptions) -> ConversionReport:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process as Ctrl-C does, so that the temporary folder goes; a handler that is already there stays."""
+    """SIGTERM ends the process as Ctrl-C does, so that the temporary folder is removed; an existing handler stays."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -93,7 +93,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def choose_vocabulary(model: Model, options: ConvertOptions) -> tuple[Model, "TokenizerFiles | None"]:
-    """The true vocabulary size and the tokenizer's files, from the flags first, then from what the source names."""
+    """The model with its true vocabulary size, and the tokenizer: from the flags, else from what the source names."""
     from holdfast.conversion.huggingface.tokenizer_files import choose_tokenizer, read_tokenizer
 
     given = {key: getattr(options, key) for key in KEYS}
@@ -104,9 +104,9 @@ def choose_vocabulary(model: Model, options: ConvertOptions) -> tuple[Model, "To
         tokenizer = read_tokenizer(names, model.architecture.max_position_embeddings)
         model.notes.extend(tokenizer.notes)
     elif names:
-        model.notes.append("the tokenizer that the source names does not exist any more")
+        model.notes.append("the tokenizer that the source names no longer exists")
     if flags:
-        # Those of the tokenizer that the user gave count.
+        # The special ids of the given tokenizer replace those of the source.
         generation = {name: value for name, value in model.generation.items() if not name.endswith("_token_id")}
         model = replace(model, special_ids={}, generation=generation, copied_files={})
     return _with_true_size(model, options.true_vocab_size, tokenizer), tokenizer
@@ -115,7 +115,7 @@ def choose_vocabulary(model: Model, options: ConvertOptions) -> tuple[Model, "To
 def _with_true_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | None") -> Model:
     if wanted is not None and wanted < 1:
         raise UsageError("--true-vocab-size must be positive")
-    # These may have more rows than their tokenizer has tokens; which of them to keep is for the user to say.
+    # These may have more rows than their tokenizer has tokens; the user chooses which of them to keep.
     may_have_more = model.facts.get("kind") in ("holdfast", "huggingface")
     known = model.architecture.vocab_size
     model = with_vocabulary(model, wanted, "--true-vocab-size", override=may_have_more)
@@ -125,7 +125,7 @@ def _with_true_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles
         return model
     if may_have_more and wanted is None and known is not None and tokenizer.size < known:
         raise HoldfastError(
-            f"{tokenizer.source} says {tokenizer.size} tokens, but the model was made for {known}: give --true-vocab-size "
+            f"{tokenizer.source} gives {tokenizer.size} tokens, but the model was made for {known}: give --true-vocab-size "
             f"{tokenizer.size} to drop the rows that have no token, or --true-vocab-size {known} to keep them"
         )
     return with_vocabulary(model, tokenizer.size, tokenizer.source)

@@ -1,6 +1,6 @@
 """A source or a target as a function: its forward, from its own files and its own settings, for `--verify`.
 
-The invariant: what the reader concluded (Model, Architecture) is not used here; settings are read a second time from args,
+The invariant: the reader's results (Model, Architecture) are not used here; settings are read a second time from args,
 config.json or the run's configuration.
 """
 
@@ -106,7 +106,7 @@ def _torch_dist(path: Path, rounded: str | None, heads: int | None) -> tuple[For
 def _chunked(
     reader: DistributedCheckpoint, name: str, shape: tuple[int, ...], layer: int | None, rounded: str | None
 ) -> RawTensor:
-    """A tensor of a distributed checkpoint, or one layer of a stack, put together from its chunks."""
+    """A tensor of a distributed checkpoint, or one layer of a stack, read from its chunks."""
     whole = shape if layer is None else shape[1:]
 
     def read(start: int, stop: int) -> Array:

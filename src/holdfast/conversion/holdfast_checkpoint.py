@@ -1,6 +1,6 @@
 """Holdfast's own checkpoints as source and target: no renaming, the canonical names are theirs.
 
-The invariant: what is written here, `holdfast train --load` and `holdfast.checkpoint` read; every byte has its checksum.
+The invariant: `holdfast train --load` and `holdfast.checkpoint` read what is written here; every byte has its checksum.
 """
 
 from collections.abc import Mapping
@@ -104,7 +104,7 @@ def config_of(path: Path, checkpoint: Checkpoint) -> Config:
             read_bounded(folder / "config.toml", MAX_CONFIG_BYTES, "configuration")
             return read_config(folder / "config.toml")
     raise HoldfastError(
-        f"{checkpoint.path} does not say its model's configuration, and there is no config.toml beside it"
+        f"{checkpoint.path} has no configuration of its model, and there is no config.toml in its run folder"
     )
 
 
@@ -126,7 +126,7 @@ def _tokenizer(path: Path, checkpoint: Checkpoint, data: DataConfig) -> dict[str
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     dtype, shape = checkpoint.tensors[name]
     if dtype not in WIDTHS:
-        raise HoldfastError(f"{checkpoint.path}: {name} is of type {dtype}, which no weight has")
+        raise HoldfastError(f"{checkpoint.path}: {name} has type {dtype}, which no weight has")
     if len(shape) > 2:
         raise HoldfastError(f"{checkpoint.path}: {name} has {len(shape)} dimensions, where at most 2 are expected")
     pieces = []
@@ -142,7 +142,7 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_size: int | None) -> Architecture:
-    """The architecture of Holdfast's own models; sizes that the configuration leaves open come from the tensors."""
+    """The architecture of Holdfast's own models; sizes that the configuration leaves unset come from the tensors."""
     stack, gate = "encoder" if config.model_type == "bert" else "decoder", "_gate" if config.swiglu else ""
     first = tensors.get(f"{stack}.layers.0.mlp.linear_fc1{gate}.weight")
     positions = tensors.get("embedding.position_embeddings.weight")
@@ -215,7 +215,9 @@ def plan_holdfast(model: Model, dtype: str | None, tokenizer: Mapping[str, str],
             layout=(layout.header, places),
         ),
     ]
-    notes = ["optimizer state left behind: training starts with fresh moments"] if model.facts.get("optimizer") else []
+    notes = (
+        ["optimizer state not converted: training starts with fresh moments"] if model.facts.get("optimizer") else []
+    )
     if arch.model_type == "bert" and arch.activation != arch.head_activation:
         notes.append(HEAD_NOTE)
     return WritePlan(files, notes, finish)

@@ -1,4 +1,4 @@
-"""What `holdfast inspect` says about a checkpoint: Megatron, torch_dist, Hugging Face, Holdfast. Reads, and runs nothing."""
+"""What `holdfast inspect` reports about a checkpoint: Megatron, torch_dist, Hugging Face, Holdfast. Reads, and runs nothing."""
 
 import math
 from collections import Counter
@@ -107,7 +107,7 @@ def _describe_broken(path: Path, kind: str, error: str) -> PathDescription:
                 names |= loaded.names
                 serialisation = loaded.serialisation
     except HoldfastError:
-        pass  # the first error says it already
+        pass  # `error` has the reason
     lines = [f"  {path.stat().st_size:,} bytes" if path.is_file() else f"  {kind} folder"]
     lines += [f"  mentions {name}, which was not loaded" for name in sorted(names)]
     return PathDescription(

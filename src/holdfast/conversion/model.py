@@ -1,6 +1,6 @@
 """The canonical model between all formats: an architecture, and whole tensors under Holdfast's own parameter names.
 
-The invariant: a Model that passed `check_complete` has exactly the tensors that its architecture demands, with exactly those
+The invariant: a Model that passed `check_complete` has exactly the tensors that its architecture requires, with exactly those
 shapes; nothing unknown, nothing missing. Query, key and value rows are [query groups, heads per group + 2, head width], gate and
 up projections are apart, vocabulary tables have `padded_vocab_size` rows.
 """
@@ -30,7 +30,7 @@ def check_heads(layers: int, heads: int) -> None:
     """Refuses numbers that no model has: every head of every layer may become a piece of its own."""
     if layers > MAX_LAYERS or heads > MAX_HEADS or layers * heads > MAX_HEADS_IN_ALL:
         raise HoldfastError(
-            f"num_layers = {layers:,} and num_attention_heads = {heads:,}: no model has that many "
+            f"num_layers = {layers:,} and num_attention_heads = {heads:,}: models have fewer "
             f"(at most {MAX_LAYERS:,}, {MAX_HEADS:,} and together {MAX_HEADS_IN_ALL:,} are read)"
         )
 
@@ -99,7 +99,7 @@ class Model:
     architecture: Architecture
     tensors: dict[str, Tensor]
     origin: str
-    """What it was read from, for people: 'Megatron, version 3.0, TP 2 × PP 1'."""
+    """What it was read from, for messages: 'Megatron, version 3.0, TP 2 × PP 1'."""
     iteration: int | None = None
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Model:
     tokenizer: dict[str, str] = field(default_factory=dict)
     """tokenizer_type, vocab_file, merge_file, tokenizer_model as far as the source names them; digest, if it carries its own."""
     special_ids: dict[str, int | list[int]] = field(default_factory=dict)
-    """bos_token_id and eos_token_id as far as the source says them."""
+    """bos_token_id and eos_token_id as far as the source states them."""
     generation: dict[str, Any] = field(default_factory=dict)
     """generation_config.json of a Hugging Face source."""
     copied_files: dict[str, Path] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def check_complete(arch: Architecture, tensors: Mapping[str, Tensor], origin: st
     unknown = [name for name in tensors if name not in expected]
     missing = [name for name in expected if name not in tensors]
     if unknown:
-        raise HoldfastError(f"{origin}: no place for {_list(unknown)} in this architecture")
+        raise HoldfastError(f"{origin}: this architecture has no {_list(unknown)}")
     if missing:
         raise HoldfastError(f"{origin}: {_list(missing)} is missing")
     if arch.num_attention_heads % arch.num_query_groups:
@@ -196,7 +196,7 @@ def check_complete(arch: Architecture, tensors: Mapping[str, Tensor], origin: st
             )
         if tensors[name].shape != shape:
             raise HoldfastError(
-                f"{origin}: {name} has the shape {list(tensors[name].shape)}, but the configuration demands {list(shape)}"
+                f"{origin}: {name} has the shape {list(tensors[name].shape)}, but the configuration requires {list(shape)}"
             )
 
 
@@ -221,12 +221,12 @@ def with_vocabulary(model: Model, true_size: int | None, stated_by: str, overrid
         return model
     if true_size > arch.padded_vocab_size:
         raise HoldfastError(
-            f"{stated_by} says {true_size} tokens, but the embedding has only {arch.padded_vocab_size} rows: "
+            f"{stated_by} gives {true_size} tokens, but the embedding has only {arch.padded_vocab_size} rows: "
             "this tokenizer does not belong to this model"
         )
     if arch.vocab_size not in (None, true_size) and not override:
         raise HoldfastError(
-            f"{stated_by} says {true_size} tokens, but the model was made for {arch.vocab_size}: "
+            f"{stated_by} gives {true_size} tokens, but the model was made for {arch.vocab_size}: "
             "this tokenizer does not belong to this model"
         )
     return replace(model, architecture=replace(arch, vocab_size=true_size))
@@ -254,7 +254,7 @@ def read_size(values: Mapping[str, Any], name: str, where: str, largest: int = 1
     """A size that a source states; `where` precedes its name in the error."""
     value = values.get(name)
     if type(value) is not int or not 0 < value < largest:
-        raise HoldfastError(f"{where}{name} is {value!r}, where a positive number of sane size is expected")
+        raise HoldfastError(f"{where}{name} is {value!r}, where a positive number below {largest} is expected")
     return value
 
 

@@ -13,7 +13,7 @@ from holdfast.system.errors import HoldfastError
 
 
 def kind_of(path: Path) -> str | None:
-    """megatron, torch_dist, huggingface or holdfast; None if it is nothing that holds a model."""
+    """megatron, torch_dist, huggingface or holdfast; None if it holds no model."""
     if path.is_file():
         if path.stat().st_size == 0:
             return None
@@ -35,9 +35,9 @@ def kind_of(path: Path) -> str | None:
 def read_model(
     path: Path, heads: int | None = None, version: float | None = None, ignored: Collection[str] = ()
 ) -> Model:
-    """The model at a path, whatever form it has.
+    """The model at a path, in any of these formats.
 
-    `heads` and `version` are for Megatron files that do not say them; `ignored` names args of Megatron that may be unknown.
+    `heads` and `version` are for Megatron files without them; `ignored` names args of Megatron that may be unknown.
     """
     if not path.exists():
         raise HoldfastError(f"{path}: no such file or folder")
@@ -68,6 +68,6 @@ def _read(path: Path, heads: int | None, version: float | None, ignored: Collect
 
         return read_holdfast(path)
     raise HoldfastError(
-        f"{path} is no checkpoint that Holdfast knows: neither a Megatron file, zip or folder, nor a Hugging Face folder, "
+        f"{path} is not a checkpoint that Holdfast knows: neither a Megatron file, zip or folder, nor a Hugging Face folder, "
         "nor a run of Holdfast"
     )

@@ -29,7 +29,7 @@ from holdfast.system.progress import progress
 DROP_PAGES_EVERY = 32 << 20
 _LOCAL = threading.local()
 SYNC_EVERY = 64 << 20
-"""Bytes after which the disk is set to work, so that the final sync finds little left to do."""
+"""Bytes between syncs during the conversion, which keep the final sync short."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class WritePlan:
     files: list[PlannedFile]
     notes: list[str] = field(default_factory=list)
     finish: Callable[[Path], None] | None = None
-    """What remains to be done in the folder when all files are written."""
+    """Called with the folder when all files are written."""
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +135,7 @@ def _run_jobs(
     unchecked: Sequence[tuple[Region, int]],
     digests: dict[str, dict[str, str]] | None,
 ) -> None:
-    # Large tensors first, so that the workers end together; neighbours in the file otherwise.
+    # Large tensors first, so that the workers end together; otherwise in file order.
     ordered = sorted(jobs, key=lambda job: -(job[1].tensors[job[2]].nbytes >> 26))
     workers, done, syncing = min(4, os.cpu_count() or 1), 0, None
     with progress("converting", total) as bar, ThreadPoolExecutor(workers + 1) as pool, ThreadPoolExecutor(1) as syncer:

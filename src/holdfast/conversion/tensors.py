@@ -1,7 +1,7 @@
 """Tensors that lie in files: cut, joined, reordered and transposed as pieces, and read only when they are written out.
 
 The invariant: a tensor never holds its elements. It is a set of pieces, each a strided view of the bits in a mapped file with
-its place in the whole, so every operation here is exact, costs nothing, and memory does not grow with the model. Inside,
+its place in the whole, so every operation here is exact and cheap, and memory does not grow with the model. Inside,
 everything is a matrix: a vector of n elements is [n, 1], a scalar [1, 1].
 """
 
@@ -173,7 +173,7 @@ class Tensor:
 
 
 def tensor_of(bits: Bits, dtype: str) -> Tensor:
-    """A tensor over bits that lie somewhere: a mapped file, or a small array of our own."""
+    """A tensor over the bits of a mapped file or of an array."""
     if bits.ndim > 2:
         raise HoldfastError(f"a tensor of shape {list(bits.shape)} where a vector or a matrix is expected")
     flat = bits.reshape(1, 1) if bits.ndim == 0 else bits.reshape(-1, 1) if bits.ndim == 1 else bits
@@ -197,7 +197,7 @@ def vstack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _merged(pieces: list[MatrixPiece]) -> tuple[MatrixPiece, ...]:
-    """Neighbours that are neighbours in the file too become one: reordering there and back leaves no trace."""
+    """Neighbours that are neighbours in the file too become one: reordering there and back gives the original pieces."""
     merged: list[MatrixPiece] = []
     ends: list[int] = []  # address just below each merged piece
     for piece in pieces:
@@ -219,7 +219,7 @@ def _merged(pieces: list[MatrixPiece]) -> tuple[MatrixPiece, ...]:
 
 
 def repeated(row: Tensor, times: int) -> Tensor:
-    """One row, again and again."""
+    """One row repeated."""
     pieces = tuple(replace(p, bits=np.broadcast_to(p.bits, (times, p.bits.shape[1]))) for p in row.pieces)
     return replace(row, shape=(times, *row.shape[1:]), pieces=pieces)
 

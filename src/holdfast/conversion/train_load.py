@@ -36,7 +36,7 @@ def loads_other_format(config: Config) -> bool:
 
 
 def refuse(source: Path) -> NoReturn:
-    """For a start that cannot convert: without a run folder, on several nodes, under torchrun."""
+    """Refuses a start that cannot convert: without a run folder, on several nodes, under torchrun."""
     target = f"{source.stem}-holdfast"
     raise HoldfastError(
         f"{source} is not a checkpoint of Holdfast; convert it first with `holdfast convert {source} {target} --to holdfast`, "
@@ -68,4 +68,4 @@ def check_same_function(ours: ModelConfig, theirs: ModelConfig, source: Path) ->
         if name not in free and None not in (there, here) and there != here
     ]
     if differing:
-        raise HoldfastError(f"{source} holds another model than the configuration: {'; '.join(differing)}")
+        raise HoldfastError(f"{source} does not match the configuration: {'; '.join(differing)}")

@@ -1,8 +1,8 @@
 """`--verify`: what was written is read again and compared with the source, as bits and as a function.
 
-The invariant: a conversion that fails here has not appeared under its final name. Logits are compared like with like: where the
-user asked for another element type, the source's weights are rounded first, and where BERT's head has another GELU (a note
-names it), the source's head is given that one. Then only the rounding of fp64 is left, in every case, and one tolerance holds.
+The invariant: a conversion that fails here never gets its final name. Logits are compared like with like: where the
+user asked for another element type, the source's weights are rounded first, and where BERT's head has another GELU (with a
+note), the source's head uses that one. Then only the rounding of fp64 is left, and one tolerance holds for every case.
 """
 
 import hashlib
@@ -64,22 +64,22 @@ def verify_conversion(
     arch = model.architecture
     ids = np.random.default_rng(0).integers(0, arch.vocabulary(), min(TOKENS, arch.max_position_embeddings))
     rounded = _rounded(model, target)
-    wanted, given = open_forward(source, rounded, heads, version), open_forward(folder)
-    head = given.head_activation if arch.model_type == "bert" and _head_may_differ(wanted, given) else None
+    expected, given = open_forward(source, rounded, heads, version), open_forward(folder)
+    head = given.head_activation if arch.model_type == "bert" and _head_may_differ(expected, given) else None
     target_side = given.run(ids, arch.vocabulary(), None)
-    difference = _difference(wanted.run(ids, arch.vocabulary(), head), target_side)
+    difference = _difference(expected.run(ids, arch.vocabulary(), head), target_side)
     if not difference <= LARGEST_DIFFERENCE:
         raise HoldfastError(
             f"verification failed: the target's logits differ by {difference:.1e}, more than {LARGEST_DIFFERENCE:.0e}; "
             "nothing was published"
         )
-    exact = rounded is None and head in (None, wanted.head_activation)
+    exact = rounded is None and head in (None, expected.head_activation)
     found |= {"largest_difference": difference, "tolerance": LARGEST_DIFFERENCE, "exact": exact}
     summary = f"{written + compared} checksums equal, largest difference of fp64 logits {difference:.1e}"
     if not exact:
         changed = _difference(open_forward(source, None, heads, version).run(ids, arch.vocabulary(), None), target_side)
         found["announced_difference"] = changed
-        summary += f" after what was announced (element type, GELU of BERT's head), which changes them by {changed:.1e}"
+        summary += f" after the announced changes (element type, GELU of BERT's head), which account for {changed:.1e}"
     published = _published(model, source, heads, version)
     if published is not None:
         found["published_difference"] = published
@@ -95,16 +95,16 @@ def _rounded(model: Model, target: Model) -> str | None:
     return kinds.pop() if kinds else None
 
 
-def _head_may_differ(wanted: ForwardFunction, given: ForwardFunction) -> bool:
+def _head_may_differ(expected: ForwardFunction, given: ForwardFunction) -> bool:
     """One GELU for trunk and head where the source has two, or Megatron-core's exact head: a note names both."""
-    return wanted.activation != wanted.head_activation or given.activation != given.head_activation
+    return expected.activation != expected.head_activation or given.activation != given.head_activation
 
 
 def _verify_contents(folder: Path, plan: WritePlan) -> None:
     """Configuration, tokenizer and generation files: as planned, and with ids that the vocabulary has."""
     for file in plan.files:
         if file.content is not None and (folder / file.name).read_bytes() != file.content:
-            raise HoldfastError(f"verification failed: {file.name} holds something else than was written")
+            raise HoldfastError(f"verification failed: {file.name} differs from what was written")
     if not (folder / "config.json").is_file():
         return
     size = read_json(folder / "config.json").get("vocab_size")
@@ -123,22 +123,22 @@ def _verify_tokenizer(folder: Path, tokenizer: TokenizerFiles | None) -> None:
     from tokenizers import Tokenizer
 
     recipe = recipe_of(tokenizer.names)
-    wanted = Tokenizer.from_str(recipe.definition)
+    expected = Tokenizer.from_str(recipe.definition)
     given = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text in SAMPLES:
-        ids = [each.encode(text, add_special_tokens=False).ids for each in (wanted, given)]
+        ids = [each.encode(text, add_special_tokens=False).ids for each in (expected, given)]
         if ids[0] != ids[1]:
             raise HoldfastError(f"verification failed: the written tokenizer.json gives other ids for {text!r}")
 
 
 def _verify_files(folder: Path, digests: Mapping[str, Mapping[str, str]]) -> int:
-    """What lies on the disk against what went there."""
+    """Compares the files on disk with the checksums of what was written."""
     count = 0
-    for name, wanted in digests.items():
+    for name, expected in digests.items():
         if not name.endswith(".safetensors"):
             continue
         tensors, _, region = read_safetensors(folder / name)
-        for tensor, digest in wanted.items():
+        for tensor, digest in expected.items():
             if _sha256(tensors[tensor], [region]) != digest:
                 raise HoldfastError(f"verification failed: {name} holds other bits of {tensor} than were written")
             count += 1
@@ -146,7 +146,7 @@ def _verify_files(folder: Path, digests: Mapping[str, Mapping[str, str]]) -> int
 
 
 def _verify_tensors(model: Model, target: Model) -> int:
-    """The target, read as a model again, against the source."""
+    """Compares the target, read as a model, with the source."""
     size = model.architecture.vocabulary()
     for name, tensor in model.tensors.items():
         other = target.tensors.get(name)
@@ -181,16 +181,16 @@ def _difference(left: Mapping[str, Array], right: Mapping[str, Array]) -> float:
 
 
 def _published(model: Model, source: Path, heads: int | None, version: float | None) -> float | None:
-    """The distance from the values published for NVIDIA's releases, for files that look like one."""
+    """The distance from the values published for NVIDIA's releases, for files with the shapes of one."""
     arch = model.architecture
     if model.facts.get("args", True) or (arch.num_layers, arch.hidden_size) != (24, 1024):
         return None
-    wanted = {("gpt", 50257): GPT2_RELEASE, ("bert", 30522): BERT_RELEASE}.get((arch.model_type, arch.vocabulary()))
-    if wanted is None:
+    expected = {("gpt", 50257): GPT2_RELEASE, ("bert", 30522): BERT_RELEASE}.get((arch.model_type, arch.vocabulary()))
+    if expected is None:
         return None
     values = open_forward(source, None, heads, version).run(np.array(RELEASE_IDS), arch.vocabulary(), None)
     if arch.model_type == "gpt":
         found = np.array([values["logits"][8 * i // 17, 2792 * i] for i in range(19)])
     else:
         found = values["hidden"][:3, :3]
-    return float(np.abs(found - np.array(wanted)).max())
+    return float(np.abs(found - np.array(expected)).max())

@@ -1,4 +1,4 @@
-"""Text out of a trained model: loading it from wherever it lies, a static key/value cache, sampling."""
+"""Text from a trained model: loading it, a static key/value cache, sampling."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,7 @@
 """Keys and values of the tokens so far, in memory that is allocated once and stays where it is.
 
-Each sequence has its own length: a prompt is written from position 0, a later token at the position of its sequence. What lies
-beyond a sequence's position is left over from padding and must be masked.
+Each sequence has its own length: a prompt is written from position 0, a later token at the position of its sequence. Entries
+beyond a sequence's position are left over from padding and must be masked.
 
 Shapes: B sequences, G query groups, S longest sequence, D head width, T tokens.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.config import ModelConfig
 from holdfast.models.layers import Shape
 
-# Attention kernels want masks whose rows are aligned.
+# Attention kernels require masks with aligned rows.
 ALIGNMENT = 64
 
 

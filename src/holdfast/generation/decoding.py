@@ -1,8 +1,7 @@
 """Sequences while they are being written: prompts read at once, then a token for every sequence per step.
 
-Everything that a step reads or changes lies in memory that stays where it is, and a step never asks the device for a value. So
-on CUDA the step is recorded once as a graph and replayed, which spares the host all its launches; on the CPU the same function
-is called.
+Everything that a step reads or changes has a fixed address, and a step never waits for a value from the device. So on CUDA the
+step is recorded once as a graph and replayed, which saves the host all kernel launches; on the CPU the same function is called.
 
 Shapes: B sequences, L tokens to write, S length of the cache, H hidden.
 """
@@ -16,9 +15,9 @@ from holdfast.generation.cache import build_caches
 from holdfast.generation.sampling import Sampling, next_token
 from holdfast.models.gpt import GPT
 
-# How often the host looks whether all sequences have ended. On CUDA looking means waiting for the device.
+# Steps between checks whether all sequences have ended. On CUDA a check waits for the device.
 CHECK_EVERY = {"cuda": 32}
-# Recording costs some steps' time.
+# Recording takes the time of some steps.
 MIN_RECORDED_STEPS = 8
 
 
@@ -84,7 +83,7 @@ class Sequences:
         unwritten = (self._columns > self._positions[:, None])[:, None, None]
         mask = torch.zeros_like(unwritten, dtype=self._model.dtype).masked_fill(unwritten, -torch.inf)
         hidden = self._model.hidden(self._tokens[:, None], self._positions[:, None], caches=self._caches, mask=mask)
-        # a sequence that has reached the model's last position stays there; what it writes is not looked at
+        # a sequence that has reached the model's last position stays there; its tokens are ignored
         self._positions.add_(1).clamp_(max=self._last)
         self._choose(hidden[:, -1])
 

@@ -12,13 +12,13 @@ from holdfast.generation.sampling import Sampling, draw
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.progress import log
 
-# Sequences that are written side by side.
+# Sequences in one batch.
 ROWS = 64
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model made of a prompt. `text` is prompt and completion together."""
+    """A prompt and its continuation; `text` is both."""
 
     prompt: str
     completion: str

@@ -1,4 +1,4 @@
-"""A model to generate with, from whatever holds one: a run, a checkpoint, a Hugging Face folder, a Megatron checkpoint."""
+"""Loads a model to generate with: from a run, a checkpoint, a Hugging Face folder, a Megatron checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def load_model(
     device: torch.device | None = None,
     tokenizer: Mapping[str, str | None] | None = None,
 ) -> LoadedModel:
-    """On CUDA in bf16 where there is one, otherwise on the CPU in fp32.
+    """Loads a model: on CUDA in bf16 where there is a GPU, otherwise on the CPU in fp32.
 
     `tokenizer`: vocab_file, merge_file, tokenizer_model and tokenizer_type, for a model that names none.
     """

@@ -117,7 +117,7 @@ def test_a_run_with_more_rows_than_tokens_converts_with_the_size_given(tmp_path)
         folder = convert(source, tmp_path / f"hf-{size}", true_vocab_size=size, verify=True)
         assert json.loads((folder / "config.json").read_text())["vocab_size"] == size
         assert len(generate(folder, "fox", max_new_tokens=3)) == 1
-    with pytest.raises(HoldfastError, match="says 500 tokens, but the embedding has only 384 rows"):
+    with pytest.raises(HoldfastError, match="gives 500 tokens, but the embedding has only 384 rows"):
         convert(source, tmp_path / "hf-500", true_vocab_size=500)
 
 

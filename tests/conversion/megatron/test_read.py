@@ -193,7 +193,7 @@ def test_what_does_not_belong_together_is_refused_with_the_culprit(tmp_path):
         state["model"]["word_embeddings_for_head"]["weight"][3, 3] += 1
 
     refused(3, lambda run: edit(rank_file(run, "mp_rank_00_001"), nudge_head), "copy of the embedding differs")
-    refused(4, lambda run: None, "says 200 tokens, but the embedding has only 112 rows", true_vocab_size=200)
+    refused(4, lambda run: None, "gives 200 tokens, but the embedding has only 112 rows", true_vocab_size=200)
 
     def other_layers(state):
         state["args"].num_layers = 6
@@ -206,7 +206,7 @@ def test_what_does_not_belong_together_is_refused_with_the_culprit(tmp_path):
     def other_width(state):
         state["args"].hidden_size = 20
 
-    refused(6, all_ranks(other_width), "has the shape [112, 16], but the configuration demands [112, 20]")
+    refused(6, all_ranks(other_width), "has the shape [112, 16], but the configuration requires [112, 20]")
 
     def stub(state):
         state["model"]["language_model"]["encoder"]["layers.0.input_layernorm.weight"] = spec
@@ -221,7 +221,7 @@ def test_what_does_not_belong_together_is_refused_with_the_culprit(tmp_path):
     def more_ranks(state):
         state["args"].tensor_model_parallel_size = 4
 
-    refused(9, all_ranks(more_ranks), "args say tensor_model_parallel_size = 4")
+    refused(9, all_ranks(more_ranks), "args have tensor_model_parallel_size = 4")
 
     def extra(state):
         state["model"]["language_model"]["encoder"]["layers.0.self_attention.q_layernorm.weight"] = torch.ones(4)

@@ -84,11 +84,11 @@ def test_a_hostile_index_runs_nothing(tmp_path):
 
 def test_wrong_places_and_missing_files_are_refused(tmp_path):
     spec = Spec()
-    for number, (change, said) in enumerate(
+    for number, (change, message) in enumerate(
         [
             (lambda info: setattr(info, "relative_path", "../../etc/passwd"), "outside the folder"),
             (lambda info: setattr(info, "relative_path", "gone.distcp"), "gone.distcp is missing"),
-            (lambda info: setattr(info, "offset", 1 << 40), "reaches beyond the end"),
+            (lambda info: setattr(info, "offset", 1 << 40), "ends beyond its file"),
             (lambda info: setattr(info, "length", 100), "zip"),
         ]
     ):
@@ -100,4 +100,4 @@ def test_wrong_places_and_missing_files_are_refused(tmp_path):
         path.write_bytes(pickle.dumps(metadata))
         with pytest.raises(HoldfastError) as caught:
             convert(source, tmp_path / "out", true_vocab_size=spec.vocab)
-        assert said in str(caught.value), str(caught.value)
+        assert message in str(caught.value), str(caught.value)

@@ -147,4 +147,4 @@ def test_the_optimizer_that_stays_behind_is_said(tmp_path):
         report = run_conversion(
             ConvertOptions(source=source, destination=tmp_path / to, to=to, true_vocab_size=spec.vocab)
         )
-        assert any(note.startswith("optimizer state left behind") for note in report.notes)
+        assert any(note.startswith("optimizer state not converted") for note in report.notes)

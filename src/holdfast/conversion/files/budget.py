@@ -1,4 +1,4 @@
-"""What reading one source may take, in all its files together, and what of it is still to be compared with its checksum.
+"""Limits on reading one source, over all its files, and the checksums that are still to be compared.
 
 The invariant: an honest source needs a fraction of these limits; a hostile one is refused within them, before it has taken
 512 MB or ten seconds.
@@ -19,7 +19,7 @@ MAX_TENSORS = 1 << 16
 
 @dataclass
 class Budget:
-    """Readers take from it; a source that uses it up is refused."""
+    """What is left for this source; readers subtract from it and refuse a source that exceeds it."""
 
     opcodes: int = MAX_OPCODES
     pickle_bytes: int = MAX_PICKLE_BYTES

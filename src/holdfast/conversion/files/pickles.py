@@ -1,8 +1,8 @@
 """Pickles read as data. Nothing that a pickle names is imported, looked up or called.
 
 The invariant: whatever the bytes are, reading ends, within a bounded number of steps and a bounded amount of memory, in a tree
-of plain data or in a HoldfastError. This is a machine of its own for the pickle opcodes, not a subclass of pickle.Unpickler:
-a GLOBAL is a name, a REDUCE is a record of that name with its arguments, and the caller says which names it understands.
+of plain data or in a HoldfastError. This is an interpreter of its own for the pickle opcodes, not a subclass of pickle.Unpickler:
+a GLOBAL is a name, a REDUCE is a record of that name with its arguments, and the caller lists the names that it understands.
 """
 
 import struct
@@ -30,7 +30,7 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class InertObject:
-    """What the pickle wanted to make by a call that was not made."""
+    """An object that the pickle describes by a call, which is not made."""
 
     what: Any
     arguments: Any
@@ -71,7 +71,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value that is more than a number, a text or nothing; only its kind is kept."""
+    """A value that is not a number, a text or None; only its kind is kept."""
 
     kind: str
 
@@ -80,7 +80,7 @@ class Opaque:
 
 
 def plain(value: Any) -> Any:
-    """A value that may be compared and shown: a hostile tree of lists takes forever for either."""
+    """A value that is cheap to compare and print; a hostile tree of lists is neither."""
     if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 1000):
         return value
     if isinstance(value, list | tuple | dict | str) and not value:
@@ -151,7 +151,7 @@ class _PickleMachine:
 
     def _pop(self) -> Any:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            _refuse("it takes a value that is not there")
+            _refuse("it pops a value from an empty stack")
         return self._stack.pop()
 
     def _pops(self, count: int) -> list[Any]:
@@ -164,7 +164,7 @@ class _PickleMachine:
 
     def _to_mark(self) -> list[Any]:
         if not self._marks:
-            _refuse("it takes a mark that is not there")
+            _refuse("it pops to a mark that does not exist")
         start = self._marks.pop()
         values = self._stack[start:]
         del self._stack[start:]
@@ -194,7 +194,7 @@ class _PickleMachine:
 
     def _global(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str) or not 0 < len(module) + len(name) < 1000:
-            _refuse("a global without a proper name")
+            _refuse("a global without a valid name")
         if not (module + name).isprintable():
             _refuse("a global with unprintable characters")
         known = self._globals.setdefault((module, name), Global(module, name))
@@ -269,26 +269,26 @@ class _PickleMachine:
 
     def _persistent_id(self) -> None:
         if self._persistent is None:
-            _refuse("it refers to storages outside itself")
+            _refuse("it has a persistent id where none is expected")
         self._push(self._persistent(self._pop()))
 
-    def _remember(self, key: int) -> None:
+    def _store(self, key: int) -> None:
         self._memo[key] = self._top()
 
-    def _recall(self, key: int) -> None:
+    def _load(self, key: int) -> None:
         if key not in self._memo:
-            _refuse("it recalls what it never stored")
+            _refuse("it reads a memo entry that it never stored")
         self._push(self._memo[key])
 
     def _long(self, count: int) -> None:
         if count > MAX_INTEGER_BYTES:
-            _refuse("an integer of absurd size")
+            _refuse(f"an integer of more than {MAX_INTEGER_BYTES} bytes")
         self._push(int.from_bytes(self._bytes(count), "little", signed=True))
 
     def _text_integer(self) -> None:
         line = self._line().rstrip("L")
         if len(line) > MAX_INTEGER_BYTES:
-            _refuse("an integer of absurd size")
+            _refuse(f"an integer of more than {MAX_INTEGER_BYTES} bytes")
         self._push({"00": False, "01": True}.get(line) if line in ("00", "01") else int(line))
 
     def _text(self, count: int, encoding: str, errors: str = "strict") -> None:
@@ -304,7 +304,7 @@ def _as_key(key: Any) -> Any:
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise HoldfastError(f"not a pickle that a checkpoint would hold: {reason}")
+    raise HoldfastError(f"not a valid pickle of a checkpoint: {reason}")
 
 
 _CONTAINERS = (list, dict, tuple, InertObject)
@@ -365,13 +365,13 @@ _OPERATIONS: dict[bytes, Operation | None] = {
     b"\x92": _PickleMachine._new_with_keywords,
     b"b": _PickleMachine._build,
     b"Q": _PickleMachine._persistent_id,
-    b"g": lambda m: m._recall(int(m._line())),
-    b"h": lambda m: m._recall(m._number("<B", 1)),
-    b"j": lambda m: m._recall(m._number("<I", 4)),
-    b"p": lambda m: m._remember(int(m._line())),
-    b"q": lambda m: m._remember(m._number("<B", 1)),
-    b"r": lambda m: m._remember(m._number("<I", 4)),
-    b"\x94": lambda m: m._remember(len(m._memo)),
+    b"g": lambda m: m._load(int(m._line())),
+    b"h": lambda m: m._load(m._number("<B", 1)),
+    b"j": lambda m: m._load(m._number("<I", 4)),
+    b"p": lambda m: m._store(int(m._line())),
+    b"q": lambda m: m._store(m._number("<B", 1)),
+    b"r": lambda m: m._store(m._number("<I", 4)),
+    b"\x94": lambda m: m._store(len(m._memo)),
 }
 # Absent on purpose: INST, OBJ, PERSID, the EXT registry and out-of-band buffers. No checkpoint has them.
 _OPCODES: list[Operation | None] = [_OPERATIONS.get(bytes([code])) for code in range(256)]

@@ -1,6 +1,6 @@
 """Tensors of a file as it stores them, in double precision and a few rows at a time: what the forwards of `--verify` read.
 
-The invariant: a read touches the rows that it is asked for and gives their pages back, so that a forward needs the memory of
+The invariant: a read touches the rows that it is asked for and releases their pages, so that a forward needs the memory of
 its largest matrix. With `rounded`, values are first rounded to another element type, by arithmetic instead of by bits.
 """
 

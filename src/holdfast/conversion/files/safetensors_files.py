@@ -1,4 +1,4 @@
-"""Reads safetensors files as mapped tensors: the header is checked against the file before anything is believed."""
+"""Reads safetensors files as mapped tensors: the header is checked against the file before any tensor is used."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def read_safetensors(
     for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
         start, stop = header[name]["data_offsets"]
         if start != end:
-            raise HoldfastError(f"{path}: {name} overlaps another tensor, or there is a hole in front of it")
+            raise HoldfastError(f"{path}: {name} overlaps another tensor, or bytes in front of it belong to no tensor")
         end = stop
     if end != len(body.data):
         raise HoldfastError(f"{path} is cut short, or its header does not describe all of it")

@@ -1,7 +1,7 @@
 """Both serialisations of torch, read without torch: the tree of a .pt file, with its tensors as views of the mapped file.
 
 The invariant: every view that leaves this file lies inside the storage that the file declares for it, and every storage inside
-the file. What the pickle names is never called; it comes back as an inert record.
+the file. What the pickle names is never called; it becomes an InertObject.
 """
 
 import math
@@ -71,7 +71,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What torch.save wrote: the tree, with StoredTensor leaves, and the names in it that were not acted on."""
+    """What torch.save wrote: the tree, with StoredTensor leaves, and the names in it that were not resolved."""
 
     name: str
     tree: Any
@@ -87,7 +87,7 @@ def is_torch_file(region: Region) -> bool:
 
 
 def load_torch(region: Region, budget: Budget) -> TorchFile:
-    """Reads a file of torch.save, in the zip form or the one before torch 1.6. Unknown objects come back as inert records."""
+    """Reads a file of torch.save, in the zip form or the one before torch 1.6. Unknown objects become InertObjects."""
     if is_zip(region):
         return _load_zip(region, budget)
     if bytes(region.data[: len(LEGACY_START)]) == LEGACY_START:
@@ -113,7 +113,7 @@ def _load_zip(region: Region, budget: Budget) -> TorchFile:
             raise HoldfastError(f"{region.name}: storage {storage.key} is missing")
         found = _open_stored(region, member)
         if storage.count * WIDTHS[storage.dtype] > len(found.data):
-            raise HoldfastError(f"{region.name}: storage {storage.key} is smaller than the file says")
+            raise HoldfastError(f"{region.name}: storage {storage.key} is smaller than the pickle declares")
         if has_checksums:
             budget.unchecked[found.name] = (found, member.crc)
         return found
@@ -147,7 +147,7 @@ def _load_legacy(region: Region, budget: Budget) -> TorchFile:
             raise HoldfastError(f"{region.name}: storage {storage.key} is missing")
         start, count = places[storage.key]
         if storage.count > count:
-            raise HoldfastError(f"{region.name}: storage {storage.key} is smaller than the file says")
+            raise HoldfastError(f"{region.name}: storage {storage.key} is smaller than the pickle declares")
         return region.part(start, count * WIDTHS[storage.dtype], f"{region.name}: storage {storage.key}")
 
     tree, length, names = _load_tree(region.data[at:], budget, region.name, locate, declared)
@@ -181,7 +181,7 @@ def _load_tree(
 ) -> tuple[Any, int, set[str]]:
     def persistent(identity: Any) -> TorchStorage:
         if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
-            raise HoldfastError("a reference that is not a storage")
+            raise HoldfastError("a persistent id that is not a storage")
         _, kind, key, _, count = identity[:5]
         dtype = STORAGES.get(kind.name) if isinstance(kind, Global) and kind.module.startswith("torch") else None
         is_view = len(identity) == 6 and identity[5] is not None
@@ -222,5 +222,5 @@ def _is_size(number: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """What stands where a tensor was expected."""
+    """A value in an error message: something other than the tensor that was expected."""
     return f"an inert {value.name}" if isinstance(value, InertObject) else type(value).__name__

@@ -1,7 +1,7 @@
 """Mapped files, and zips inside them, opened without extraction.
 
-The invariant: a zip is believed only if its central directory, its local headers and its sizes agree, no two members overlap
-or share a name, and no name points outside. Members are reached by exact name; nothing is unpacked to a place that the
+The invariant: a zip is read only if its central directory, its local headers and its sizes agree, no two members overlap
+or share a name, and no name points outside. Members are reached by exact name; nothing is unpacked to a path that the
 archive chose.
 """
 
@@ -39,7 +39,7 @@ class Region:
         return Region(name or self.name, self.data[start : start + length], self.mapping)
 
     def drop_pages(self) -> None:
-        """Gives the mapped pages back: a conversion must not count the whole file as its memory."""
+        """Releases the mapped pages, so that resident memory does not grow to the size of the file."""
         if self.mapping is not None:
             self.mapping.madvise(mmap.MADV_DONTNEED)
 
@@ -95,7 +95,10 @@ def read_directory(region: Region, budget: Budget) -> dict[str, Member]:
         if method not in (0, 8) or (method == 0 and packed != plain):
             _bad_zip(region, f"{name} has an unknown or contradictory compression")
         if plain > MAX_RATIO * packed + 1024 or plain > MAX_INFLATED_BYTES:
-            _bad_zip(region, f"{name} would inflate {plain / max(1, packed):,.0f} times: weights never do")
+            _bad_zip(
+                region,
+                f"{name} would inflate {plain / max(1, packed):,.0f} times; weights inflate less than {MAX_RATIO} times",
+            )
         members.append(Member(name, offset, packed, plain, method, crc))
     if at != size:
         _bad_zip(region, "its directory counts fewer members than it holds")
@@ -160,7 +163,7 @@ def _check_overlap(region: Region, members: list[Member], directory: int) -> Non
 
 
 def open_member(region: Region, member: Member) -> Region:
-    """The content of a member: in place if it is stored, inflated once into a nameless file if not."""
+    """The content of a member: in place if it is stored, inflated once into a temporary file if not."""
     name = f"{region.name}:{member.name}"
     header = bytes(region.part(member.offset, 30, name).data)
     if header[:4] != b"PK\x03\x04":
@@ -168,7 +171,7 @@ def open_member(region: Region, member: Member) -> Region:
     name_length, extra_length = struct.unpack("<HH", header[26:30])
     local = bytes(region.part(member.offset + 30, name_length, name).data)
     if local.decode("utf-8", "replace") != member.name or struct.unpack("<H", header[8:10])[0] != member.method:
-        _bad_zip(region, f"{member.name} is called something else in its own header")
+        _bad_zip(region, f"{member.name} has another name in its own header")
     packed = region.part(member.offset + 30 + name_length + extra_length, member.packed, name)
     return packed if member.method == 0 else _inflate(packed, member, name)
 
@@ -209,7 +212,7 @@ def _inflated(packed: Region, name: str) -> Iterator[bytes]:
             while content := inflater.decompress(rest, BLOCK):
                 rest, written = inflater.unconsumed_tail, written + len(content)
                 if written > MAX_RATIO * (start + BLOCK):
-                    raise HoldfastError(f"{name} inflates more than {MAX_RATIO} times: weights never do")
+                    raise HoldfastError(f"{name} inflates more than {MAX_RATIO} times, which weights never do")
                 yield content
             packed.drop_pages()
     except zlib.error:
@@ -219,4 +222,4 @@ def _inflated(packed: Region, name: str) -> Iterator[bytes]:
 
 
 def _bad_zip(region: Region, reason: str) -> NoReturn:
-    raise HoldfastError(f"{region.name} is not a zip to trust: {reason}")
+    raise HoldfastError(f"{region.name} is not a valid zip: {reason}")

@@ -12,10 +12,10 @@ from holdfast.conversion.tensors import DTYPE_NAMES
 from holdfast.system.errors import HoldfastError
 
 BERT_HEAD_NOTE = (
-    "BERT's trunk uses the tanh GELU and its language model head the exact one, which config.json cannot say: hidden_act is "
+    "BERT's trunk uses the tanh GELU and its language model head the exact one, which config.json cannot express: hidden_act is "
     "gelu_new, so the head's activations differ by at most 4.8e-4 (logits by about 4e-5); pooler and sentence head are exact"
 )
-DROPOUT_NOTE = "hidden_dropout {} left out: a Llama configuration has no place for it, and inference has no dropout"
+DROPOUT_NOTE = "hidden_dropout {} left out: a Llama configuration has no such key, and inference has no dropout"
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 # model_type → field of Architecture → key of config.json; for numbers that may be absent also what transformers then takes.

@@ -135,7 +135,7 @@ def from_huggingface(
             module, linear = inside_back[layer[2]], model_type == "gpt2" and not layer[2].startswith("ln_")
             found[f"{arch.stack}.layers.{layer[1]}.{module}.{layer[3]}"] = _conv1d(tensor) if linear else tensor
         elif not layer or layer[2] not in qkv_names:
-            raise HoldfastError(f"{origin}: {name} is a parameter that Holdfast has no exact place for")
+            raise HoldfastError(f"{origin}: {name} is a parameter that Holdfast cannot convert exactly")
     for number in range(arch.num_layers):
         for kind in ("weight", "bias"):
             names = [f"{prefix}{number}.{each}.{kind}" for each in qkv_names]
@@ -159,7 +159,7 @@ def with_prefixes(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _modern(name: str) -> str:
-    """BERT files from TensorFlow days say gamma and beta."""
+    """BERT files converted from TensorFlow have gamma and beta."""
     return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name))
 
 

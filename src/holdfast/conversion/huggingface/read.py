@@ -51,7 +51,7 @@ def read_huggingface(path: Path) -> Model:
         notes += ["pooler without a sentence head: left out"] if dropped else []
     if not arch.tied and OUTPUT_LAYER not in tensors:
         raise HoldfastError(
-            "the configuration says tie_word_embeddings = false, but there is no output matrix (lm_head.weight)"
+            "the configuration has tie_word_embeddings = false, but there is no output matrix (lm_head.weight)"
         )
     check_complete(arch, tensors, origin)
     padding: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ def read_weights(path: Path, budget: Budget) -> tuple[dict[str, Tensor], list[Re
             names = {name: shard for name, shard in names.items() if not BUFFERS.search(str(name))}
             if tensors.keys() != names.keys():
                 odd = sorted(tensors.keys() ^ names.keys())[0]
-                raise HoldfastError(f"{index} and its shards do not agree about {odd}")
+                raise HoldfastError(f"{index} and its shards disagree about {odd}")
             return tensors, regions
     raise HoldfastError(f"{path} has no {' or '.join(WEIGHT_FILES)}")
 

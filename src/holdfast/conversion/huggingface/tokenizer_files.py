@@ -1,6 +1,6 @@
 """The tokenizer's files in a Hugging Face folder, from vocab.json + merges.txt, vocab.txt or a tokenizer.json.
 
-The invariant: transformers gives the ids that training saw; nothing is downloaded that the user did not name.
+The invariant: transformers gives the same ids as in training; only files that the user names are downloaded.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Plans a Hugging Face folder: configuration, weights in shards, tokenizer files; everything that from_pretrained looks for."""
+"""Plans a Hugging Face folder: configuration, weights in shards, tokenizer files; everything that from_pretrained reads."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def plan_huggingface(
     as_bin: bool,
     keep_padding: bool,
 ) -> WritePlan:
-    """What to write, complete, before anything is."""
+    """Every file of the folder, before the first is written."""
     arch, size = model.architecture, model.architecture.vocabulary()
     trimmed, padding = {}, {}
     for name, tensor in model.tensors.items():
@@ -54,12 +54,12 @@ def plan_huggingface(
             )
         )
     if tokenizer is None and not carried:
-        notes.append("no tokenizer files written: give --vocab-file and --merge-file to have them")
+        notes.append("no tokenizer files written: give --vocab-file and --merge-file to write them")
     if padding and not keep_padding:
         rows = arch.padded_vocab_size - size
-        notes.append(f"{rows} rows of vocabulary padding left out (--keep-padding keeps them in a side file)")
+        notes.append(f"{rows} rows of vocabulary padding left out (--keep-padding writes them to a separate file)")
     if model.facts.get("optimizer"):
-        notes.append("optimizer state left behind: a Hugging Face folder has no place for it")
+        notes.append("optimizer state not converted: a Hugging Face folder does not hold it")
     return WritePlan(files, notes)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's `args` ↔ Architecture: what a checkpoint says about its own function, and what its shapes say.
+"""Megatron's `args` ↔ Architecture: what a checkpoint states about its own function, and what its shapes show.
 
 The invariant: a setting that changes the function and is not understood is refused, never ignored.
 """
@@ -125,7 +125,7 @@ def architecture_from_shapes(
 
 
 def true_size_from_args(args: Mapping[str, Any], padded: int, tensor_parallel: int) -> tuple[int | None, str]:
-    """The vocabulary without padding, if the checkpoint says it in so many words or by the name of a fixed tokenizer."""
+    """The vocabulary without padding, if the checkpoint states it, or names a tokenizer of known size."""
     for name in ("true_vocab_size", "orig_vocab_size"):
         if type(args.get(name)) is int and 0 < args[name] <= padded:
             return args[name], f"args.{name}"
@@ -139,7 +139,7 @@ def true_size_from_args(args: Mapping[str, Any], padded: int, tensor_parallel: i
 
 
 def true_size_of_release(arch: Architecture) -> tuple[int | None, str]:
-    """The three files that NVIDIA released have no args; their sizes give them away."""
+    """The three files that NVIDIA released have no args; their shapes identify them."""
     sizes = {("gpt", 50304): 50257, ("bert", 29056): 28996, ("bert", 30592): 30522}
     if (arch.num_layers, arch.hidden_size) != (24, 1024):
         return None, ""
@@ -149,7 +149,7 @@ def true_size_of_release(arch: Architecture) -> tuple[int | None, str]:
 def args_for(
     arch: Architecture, true_size: int, padded: int, tensor_parallel: int, stages: list[int], mcore: bool
 ) -> dict[str, Any]:
-    """Plain values, under the names that Megatron's loader and --use-checkpoint-args look for. `stages`: layers of each."""
+    """Plain values, under the names that Megatron's loader and --use-checkpoint-args read. `stages`: layers of each."""
     uneven, pipeline_parallel = len(set(stages)) > 1, len(stages)
     bert, rope = arch.model_type == "bert", arch.position_embedding_type == "rope"
     head = arch.head_activation if bert else arch.activation

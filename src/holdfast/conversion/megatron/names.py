@@ -1,4 +1,4 @@
-"""What Megatron called each parameter through its epochs, and how tensor parallelism cuts it.
+"""What Megatron's versions call each parameter, and how tensor parallelism shards it.
 
 The invariant: every name either maps to one canonical name (layer numbers still local to the stage), is a known buffer without
 weights, or is refused.
@@ -74,7 +74,7 @@ def canonical_name(name: str, stack: str) -> str | None:
     if not _KNOWN.fullmatch(plain):
         reason = next((text for part, text in _UNSUPPORTED.items() if part in plain), None)
         raise HoldfastError(
-            f"{name} is a parameter that Holdfast has no exact place for{f': {reason}' if reason else ''}"
+            f"{name} is a parameter that Holdfast cannot convert exactly{f': {reason}' if reason else ''}"
         )
     return plain
 

@@ -23,7 +23,7 @@ ZIP_MEMBER = re.compile(
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file: where it stands in the grid, and what is in it."""
+    """One rank's file: its place in the grid and its content."""
 
     tensor_rank: int
     stage: int
@@ -66,7 +66,7 @@ def find_rank_files(path: Path, budget: Budget) -> list[tuple[int, int, Region]]
         if not inner:
             return [(0, 0, region)]
         if len({ZIP_MEMBER.match(name)[1] for name in inner}) > 1:  # type: ignore[index]
-            raise HoldfastError(f"{path} holds more than one iteration; unpack the one you want")
+            raise HoldfastError(f"{path} holds more than one iteration; unpack one of them")
         places = []
         for name, member in sorted(inner.items()):
             match = RANK_FILE.match(name)
@@ -97,7 +97,7 @@ def iteration_folder(path: Path) -> Path:
     if word == "release":
         return path / "release"
     if not re.fullmatch(r"\d{1,9}", word):
-        raise HoldfastError(f"{tracker} says {word!r}, where an iteration or 'release' is expected")
+        raise HoldfastError(f"{tracker} holds {word!r}, where an iteration or 'release' is expected")
     return path / f"iter_{int(word):07d}"
 
 
@@ -110,7 +110,7 @@ def read_ranks(path: Path, budget: Budget) -> list[RankFile]:
             here, there = plain(rank.content.get(key)), plain(first.content.get(key))
             if here != there:
                 raise HoldfastError(
-                    f"{rank.file.name} is of {key} {here}, but {first.file.name} is of {there}: the ranks do not belong together"
+                    f"{rank.file.name} has {key} {here}, but {first.file.name} has {there}: the ranks do not belong together"
                 )
     if "checkpoint_version" in first.content and not isinstance(first.content["checkpoint_version"], int | float):
         raise HoldfastError(f"{first.file.name}: checkpoint_version is {describe(first.content['checkpoint_version'])}")

@@ -1,7 +1,7 @@
 """Reads Megatron checkpoints in the torch format: release zip, file, iteration folder or run, any TP × PP × VPP, any epoch.
 
 The invariant: all ranks are there, of one iteration and one layout; replicated copies are equal bit for bit; the layers of all
-stages add up. What does not is refused with the file that is at fault.
+stages add up. Anything else is refused with the name of the file.
 """
 
 import re
@@ -123,7 +123,7 @@ def _check_grid(ranks: list[RankFile], args: Mapping[str, Any], width: int, dept
     ):
         if declared != present:
             raise HoldfastError(
-                f"{ranks[0].file.name}: args say {name} = {declared}, but there are files of {present}: "
+                f"{ranks[0].file.name}: args have {name} = {declared}, but there are files of {present}: "
                 "rank files are missing or do not belong together"
             )
     for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
@@ -144,7 +144,7 @@ def _version(rank: RankFile, wanted: float | None, mcore: bool) -> tuple[float, 
     version = float(stated) if stated is not None else 3.0 if mcore else 0.0
     if version not in (0.0, 1.0, 2.0, 3.0):
         raise HoldfastError(
-            f"{rank.file.name}: checkpoint version {version} is unknown; --checkpoint-version says which rules apply"
+            f"{rank.file.name}: checkpoint version {version} is unknown; choose one with --checkpoint-version"
         )
     return version, ""
 

@@ -181,7 +181,7 @@ class DistributedCheckpoint:
         return self.files[file].part(at, length, f"{self._folder / file}: {name}")
 
     def load(self, info: InertObject, name: str) -> StoredTensor:
-        """A chunk's tensor; a chunk that holds several layers is asked for once for each."""
+        """A chunk's tensor; a chunk that holds several layers is loaded once."""
         region = self._region(info, name)
         if id(info) not in self._loaded:
             stored = load_torch(region, self.budget).tree
@@ -216,5 +216,5 @@ class DistributedCheckpoint:
 
 def _sizes(value: Any, folder: Path) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 1 << 50 for size in value):
-        raise HoldfastError(f"{folder / '.metadata'} holds a shape or offset that is none")
+        raise HoldfastError(f"{folder / '.metadata'} holds a broken shape or offset")
     return value

@@ -78,7 +78,7 @@ def plan_megatron(
             "(--megatron-names legacy keeps them)"
         )
     if model.facts.get("optimizer"):
-        notes.append("optimizer state left behind: the release form carries weights only")
+        notes.append("optimizer state not converted: the release form has weights only")
     return WritePlan(files, notes)
 
 
@@ -103,7 +103,7 @@ def _check(arch: Architecture, tensor_parallel: int, pipeline_parallel: int, ver
 
 
 def pad_rows(tensor: Tensor, true_size: int, padded: int, kept: Tensor | None) -> Tensor:
-    """A vocabulary table with `padded` rows: its own as far as they go, then kept ones, then its last row again and again."""
+    """A vocabulary table with `padded` rows: its own as far as they go, then kept ones, then its last row repeated."""
     if tensor.shape[0] >= padded:
         return tensor.rows(0, padded)
     parts = [tensor]
@@ -175,7 +175,7 @@ def _share(tensor: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def _legacy_tree(shard: dict[str, Tensor], tied: bool) -> dict[str, Any]:
-    """Nested as Megatron-LM's own models nest: a flat dict below each of embedding's tables, encoder, pooler and heads."""
+    """Nested like Megatron-LM's own models: a flat dict below each of embedding's tables, encoder, pooler and heads."""
     model: dict[str, Any] = {}
     for name, tensor in shard.items():
         if name == OUTPUT_LAYER and tied:
