@@ -177,7 +177,7 @@ def test_what_does_not_belong_together_is_refused_with_the_culprit(tmp_path):
     refused(
         1,
         lambda run: edit(rank_file(run, "mp_rank_01_001"), older),
-        "mp_rank_01_001/model_optim_rng.pt is of iteration 90",
+        "mp_rank_01_001/model_optim_rng.pt has iteration 90",
     )
 
     def nudge(state):
