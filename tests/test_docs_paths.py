@@ -90,3 +90,13 @@ def test_the_architecture_page_has_the_table_of_imports_that_is_tested():
             names |= MECHANICS
         stated |= dict.fromkeys(re.findall(r"`(\w+)`", packages), names)
     assert stated == MAY_SEE
+
+
+def test_the_names_in_the_table_of_typical_changes_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    (table,) = re.findall(r"\| change \| starts in \|\n\| --- \| --- \|\n((?:\|.*\|\n)+)", text)
+    starts = re.findall(r"\| `([\w/]+\.py)`: .*?(?:`([\w.]+)`.*)?\|\n", table)
+    assert len(starts) == 10
+    for file, name in starts:
+        content = (SOURCE / file).read_text()
+        assert all(re.search(rf"\b{part}\b", content) for part in name.split(".")), f"{file}: {name}"
