@@ -41,7 +41,7 @@ SHORTER = {
         "RETRY_SECONDS": 0.2,
         "COPY_SECONDS": 5.0,
         "AGREEMENT_SECONDS": 2.0,
-        "WRITE_SECONDS": 2.0,
+        "PEER_WRITE_SECONDS": 2.0,
     },
 }
 

@@ -15,8 +15,7 @@ import pytest
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import read_manifest
-from holdfast.snapshot.keeper import checkpoint_writer as persisting
-from holdfast.snapshot.keeper import save_queue
+from holdfast.snapshot.keeper import checkpoint_writer, save_queue
 from holdfast.snapshot.keeper.agreement import StepAgreement
 from holdfast.snapshot.memory.ready_slot import common_steps, find_ready
 from holdfast.snapshot.memory.run_memory import open_arenas, write_json
@@ -156,17 +155,20 @@ def halves(pair):  # noqa: F811
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_node_with_a_slow_disk_is_waited_for_as_long_as_it_writes(pair, oracle, halves, monkeypatch, slow):  # noqa: F811
     arenas, step = halves
-    write_shard = persisting._write_shard
+    write_shard = checkpoint_writer._write_shard
 
     def write_slowly(folder, held):
         time.sleep(4.0 if held.arena.rank == slow else 0.0)
         return write_shard(folder, held)
 
-    monkeypatch.setattr(persisting, "_write_shard", write_slowly)
-    monkeypatch.setattr(persisting, "LIFE_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint_writer, "_write_shard", write_slowly)
+    monkeypatch.setattr(checkpoint_writer, "HEARTBEAT_SECONDS", 0.1)
     with ThreadPoolExecutor(2) as pool:
         checkpoints = pair.folder / "checkpoints"
-        writes = [pool.submit(persisting.write_checkpoint, half, step, checkpoints, patience=1.5) for half in arenas]
+        writes = [
+            pool.submit(checkpoint_writer.write_checkpoint, half, step, checkpoints, wait_seconds=1.5)
+            for half in arenas
+        ]
         assert len({write.result() for write in writes}) == 1
     assert hash_on_disk(pair, step) == oracle(pair)[step]
     files = {path.name for path in checkpoints.rglob("*") if path.is_file()}
@@ -176,7 +178,7 @@ def test_a_node_with_a_slow_disk_is_waited_for_as_long_as_it_writes(pair, oracle
 def write_until_done(half, step, checkpoints):
     for _ in range(3):
         with contextlib.suppress(HoldfastError):
-            return persisting.write_checkpoint(half, step, checkpoints, patience=20.0)
+            return checkpoint_writer.write_checkpoint(half, step, checkpoints, wait_seconds=20.0)
     return None
 
 
@@ -184,7 +186,7 @@ def write_until_done(half, step, checkpoints):
 def test_a_checkpoint_is_not_published_without_the_shard_of_another_node(pair, oracle, halves, monkeypatch):  # noqa: F811
     """The keeper of rank 0 failed and removed the folder while the other node wrote: its entry comes without its shard."""
     arenas, step = halves
-    write_shard, removed = persisting._write_shard, []
+    write_shard, removed = checkpoint_writer._write_shard, []
 
     def write_and_lose_once(folder, held):
         file = write_shard(folder, held)
@@ -193,7 +195,7 @@ def test_a_checkpoint_is_not_published_without_the_shard_of_another_node(pair, o
             (folder / file.name).unlink()
         return file
 
-    monkeypatch.setattr(persisting, "_write_shard", write_and_lose_once)
+    monkeypatch.setattr(checkpoint_writer, "_write_shard", write_and_lose_once)
     with ThreadPoolExecutor(2) as pool:
         writes = [pool.submit(write_until_done, half, step, pair.folder / "checkpoints") for half in arenas]
         assert len({write.result() for write in writes}) == 1
@@ -204,14 +206,14 @@ def test_a_checkpoint_is_not_published_without_the_shard_of_another_node(pair, o
 def test_nodes_write_again_together_after_the_disk_of_the_first_one_failed(pair, oracle, halves, monkeypatch):  # noqa: F811
     """The keeper of rank 0 fails once and removes what both wrote: the other one writes its part again."""
     arenas, step = halves
-    publish_step, failures = persisting.publish_step, [OSError(28, "injected: no space left on device")]
+    publish_step, failures = checkpoint_writer.publish_step, [OSError(28, "injected: no space left on device")]
 
     def fail_once(*paths):
         if failures:
             raise failures.pop()
         publish_step(*paths)
 
-    monkeypatch.setattr(persisting, "publish_step", fail_once)
+    monkeypatch.setattr(checkpoint_writer, "publish_step", fail_once)
     with ThreadPoolExecutor(2) as pool:
         writes = [pool.submit(write_until_done, half, step, pair.folder / "checkpoints") for half in arenas]
         assert len({write.result() for write in writes}) == 1
@@ -222,7 +224,7 @@ def test_nodes_write_again_together_after_the_disk_of_the_first_one_failed(pair,
 def test_a_save_that_one_node_alone_was_asked_for_is_dropped_after_a_newer_one(pair, halves, monkeypatch):  # noqa: F811
     """The ranks of the other node were killed before they wrote their request: it never writes its part of that step."""
     arenas, newest = halves
-    monkeypatch.setattr(save_queue, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(save_queue, "PEER_WRITE_SECONDS", 0.2)
     monkeypatch.setattr(save_queue, "RETRY_SECONDS", 0.0)
     node = places(pair)[1]
     queue = save_queue.SaveQueue(node, Journal(pair.folder / "events.jsonl"), print)
@@ -236,7 +238,9 @@ def test_a_save_that_one_node_alone_was_asked_for_is_dropped_after_a_newer_one(p
     queue.work()
     assert queue, "both are tried again"
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(persisting.write_checkpoint, arenas[0], newest, pair.folder / "checkpoints", patience=20.0)
+        other = pool.submit(
+            checkpoint_writer.write_checkpoint, arenas[0], newest, pair.folder / "checkpoints", wait_seconds=20.0
+        )
         wait_for(lambda: queue.work() or other.done(), "the newer step")
     assert other.result().name == f"step-{newest:08d}"
     wait_for(lambda: queue.work() or not queue, "the older request to be dropped", 20)
@@ -248,7 +252,7 @@ def test_a_save_that_one_node_alone_was_asked_for_is_dropped_after_a_newer_one(p
 def test_a_node_that_does_not_come_is_not_waited_for_for_ever(pair, halves, alone):  # noqa: F811
     arenas, step = halves
     with pytest.raises(HoldfastError, match="within"):
-        persisting.write_checkpoint(arenas[alone], step, pair.folder / "checkpoints", patience=0.5)
+        checkpoint_writer.write_checkpoint(arenas[alone], step, pair.folder / "checkpoints", wait_seconds=0.5)
     assert not list((pair.folder / "checkpoints").iterdir())
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from holdfast.checkpoint.folder import checkpoints_in
-from holdfast.snapshot.keeper import replication as peers
+from holdfast.snapshot.keeper import replication
 from holdfast.snapshot.keeper.channel import Channel, run_identity
 from holdfast.snapshot.memory.arena import SLOTS
 from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
@@ -57,12 +57,12 @@ def stop_everything(run, launched):
 def test_pairs_are_disjoint_and_everybody_has_a_peer():
     for count in range(2, 12):
         nodes = [f"n{i}" for i in range(count)]
-        partners = {node: peers.peer_of(nodes, node) for node in nodes}
+        partners = {node: replication.peer_of(nodes, node) for node in nodes}
         assert all(partner and partner != node for node, partner in partners.items())
         assert len(set(partners.values())) == count, "nobody holds copies for two"
         together = sum(partners[partner] == node for node, partner in partners.items())
         assert together == (count if count % 2 == 0 else count - 3)
-    assert peers.peer_of(["a", "a"], "a") is None
+    assert replication.peer_of(["a", "a"], "a") is None
 
 
 def test_a_lost_node_is_restored_from_its_peer(pair, check):
@@ -181,9 +181,9 @@ def test_a_broken_and_damaging_link_delays_copies_and_stops_nothing(pair, check)
     pair.width, pair.steps = 64, 5000
     launched = launch(pair)
     there = places(pair)[1]
-    record = wait_for(lambda: read_json(peers.node_file(there, there.node)), "the keeper of the other node")
+    record = wait_for(lambda: read_json(replication.node_file(there, there.node)), "the keeper of the other node")
     proxy = Proxy(record["port"])
-    write_json(peers.node_file(there, there.node), {**record, "port": proxy.listener.getsockname()[1]})
+    write_json(replication.node_file(there, there.node), {**record, "port": proxy.listener.getsockname()[1]})
     wait_for(lambda: proxy.connections >= 3, "the shipment to be tried again")
     before = len(shipped(pair))
     wait_for(lambda: len(shipped(pair)) >= before + 3, "copies to arrive after all")
@@ -198,14 +198,14 @@ def test_a_keeper_that_is_just_starting_is_waited_for(pair):
     """What the nodes know of it is the port of the one before, which was killed."""
     launched = launch(pair)
     here, there = places(pair)
-    known = wait_for(lambda: read_json(peers.node_file(here, here.node)), "a keeper")
+    known = wait_for(lambda: read_json(replication.node_file(here, here.node)), "a keeper")
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
-    write_json(peers.node_file(here, here.node), {**known, "port": port})
-    threading.Timer(1.0, write_json, [peers.node_file(here, here.node), known]).start()
-    line = peers.call(there, here.node, patience=60.0)
-    line.send({"do": "get", "file": "nothing", "slot": 0})
-    assert "trouble" in line.receive()
+    write_json(replication.node_file(here, here.node), {**known, "port": port})
+    threading.Timer(1.0, write_json, [replication.node_file(here, here.node), known]).start()
+    with replication.connect(there, here.node, wait_seconds=60.0) as channel:
+        channel.send({"do": "get", "file": "nothing", "slot": 0})
+        assert "trouble" in channel.receive()
     launched.kill()
     launched.wait(pair)
 
@@ -222,8 +222,8 @@ def test_a_peer_without_the_runs_key_is_rejected(pair, tmp_path):
     pair.steps = 4000
     launched = launch(pair)
     run_memory = places(pair)[0]
-    record = wait_for(lambda: read_json(peers.node_file(run_memory, run_memory.node)), "a keeper")
-    identity = run_identity(peers.keepers_folder(run_memory))
+    record = wait_for(lambda: read_json(replication.node_file(run_memory, run_memory.node)), "a keeper")
+    identity = run_identity(replication.keepers_folder(run_memory))
     assert identity.stat().st_mode & 0o077 == 0
     with pytest.raises(OSError):
         request_as(run_identity(tmp_path / "stranger"), record)
@@ -241,9 +241,9 @@ def test_what_passes_between_keepers_is_encrypted(pair):
     pair.steps = 4000
     launched = launch(pair)
     there = places(pair)[1]
-    record = wait_for(lambda: read_json(peers.node_file(there, there.node)), "the keeper of the other node")
+    record = wait_for(lambda: read_json(replication.node_file(there, there.node)), "the keeper of the other node")
     proxy = Proxy(record["port"], harmless=True)
-    write_json(peers.node_file(there, there.node), {**record, "port": proxy.listener.getsockname()[1]})
+    write_json(replication.node_file(there, there.node), {**record, "port": proxy.listener.getsockname()[1]})
     wait_for(lambda: len(proxy.seen) > 20_000, "copies on the link")
     assert b"optimizer." not in proxy.seen and b"0.weight" not in proxy.seen
     launched.kill()
@@ -255,7 +255,7 @@ def test_silent_connections_neither_end_the_keeper_nor_stay(pair):
     pair.steps = 4000
     launched = launch(pair)
     run_memory = places(pair)[0]
-    record = wait_for(lambda: read_json(peers.node_file(run_memory, run_memory.node)), "a keeper")
+    record = wait_for(lambda: read_json(replication.node_file(run_memory, run_memory.node)), "a keeper")
     process = psutil.Process(keeper_process(run_memory))
     silent = [socket.create_connection(("127.0.0.1", record["port"])) for _ in range(300)]
     assert process.num_fds() < 200
@@ -289,7 +289,7 @@ def test_a_node_without_peers_listens_only_while_another_one_restores_from_it(pa
     wait_for(
         lambda: all(run_memory.pages()[rank]["ready"] >= 4 for rank, run_memory in enumerate(places(pair))), "snapshots"
     )
-    assert not list(peers.keepers_folder(places(pair)[0]).glob("*.json"))
+    assert not list(replication.keepers_folder(places(pair)[0]).glob("*.json"))
     stop_everything(pair, launched)
     shutil.rmtree(places(pair)[1].path)
     pair.pace = 0.0
@@ -298,7 +298,7 @@ def test_a_node_without_peers_listens_only_while_another_one_restores_from_it(pa
     (resumed,) = pair.events("resumed")
     assert resumed["source"] == "memory"
     assert {entry["hash"] for entry in pair.trace("restored")[-2:]} == {hashes[resumed["step"]]}
-    assert not list(peers.keepers_folder(places(pair)[0]).glob("*.json"))
+    assert not list(replication.keepers_folder(places(pair)[0]).glob("*.json"))
 
 
 def test_a_run_over_two_nodes_writes_one_checkpoint(pair, oracle):

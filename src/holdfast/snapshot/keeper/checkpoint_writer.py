@@ -1,8 +1,9 @@
-"""From memory to disk: the slots of one step become a checkpoint folder. No torch; runs in the keeper or a command.
+"""Writes the slots of one step from memory to a checkpoint folder on disk. Runs in the keeper; no torch.
 
 A slot's payload is the shard file already, so this is a checksummed write. The invariants: bytes are compared with the row sums
-after they were read for writing, and the slot is looked at again when its file is complete, so a snapshot that was overwritten
-or damaged meanwhile never gets a final name; when anything fails the temporary folder is gone and memory is as it was.
+after they were read for writing, and the slot's header is read again when its file is complete, so a snapshot that was
+overwritten or damaged during the write never gets a final name; when anything fails, the temporary folder is removed and memory
+is unchanged.
 """
 
 import contextlib
@@ -43,14 +44,14 @@ from holdfast.snapshot.memory.slot import DamagedError
 from holdfast.system.atomic_files import explain_os_error, fsync
 from holdfast.system.errors import HoldfastError
 
-ENTRY_SUFFIX, LIFE_SUFFIX = ".entry.json", ".life.json"
-LIFE_SECONDS = 1.0
-WRITE_SECONDS = 4 * 3600.0
-"""the longest that keepers wait for each other while all of them show life"""
+ENTRY_SUFFIX, HEARTBEAT_SUFFIX = ".entry.json", ".heartbeat.json"
+HEARTBEAT_SECONDS = 1.0
+LONGEST_WRITE_SECONDS = 4 * 3600.0
+"""the longest that keepers wait for each other while all of them write heartbeats"""
 
 
 def all_passed(arenas: list[Arena], step: int) -> bool:
-    """Whether every rank holds something newer: a step that is not there then does not come any more."""
+    """Whether every rank holds a newer step: a step that is not held then will never be."""
     return bool(arenas) and all(max(arena.ready_steps(), default=-1) > step for arena in arenas)
 
 
@@ -59,16 +60,16 @@ def write_checkpoint(
     step: int,
     checkpoints: Path,
     retention: tuple[int | None, int | None] = (None, None),
-    patience: float = 15.0,
-    alone: bool = False,
+    wait_seconds: float = 15.0,
+    solo: bool = False,
     kept: tuple[int | None, Collection[int]] = (None, ()),
 ) -> Path:
-    """Writes the step that these arenas hold as a checkpoint. Over several nodes the keepers meet in one folder.
+    """Writes the step that these arenas hold as a checkpoint. The keepers of several nodes write into one temporary folder.
 
-    The keeper with rank 0 waits for the others and gives the folder its name; if it does not come, a node that holds
-    everything writes alone. A keeper that writes shows that it lives, and is waited for however long its disk takes; `patience`
-    is for those that do not. `alone`: nobody is expected to come, so that a node that holds everything need not wait at all.
-    `kept`: for retention, the step that the run resumed from, and those that this process wrote.
+    The keeper of rank 0 waits for the others and gives the folder its name. Without it, a node that holds the whole state writes
+    by itself. A keeper that writes a heartbeat is waited for however long its disk takes; `wait_seconds` is the limit for the
+    others. `solo`: no other node takes part, so a node that holds the whole state does not wait at all. `kept`: for retention,
+    the step that the run resumed from, and the steps that this process wrote.
     """
     held = {arena.rank: found for arena in arenas if (found := find_ready(arena, step)) is not None}
     if len(held) != len(arenas) or not held:
@@ -81,15 +82,15 @@ def write_checkpoint(
         if 0 in held:
             remove_earlier_starts(checkpoints, facts["token"])
         if len(held) < facts["world"] and is_published(final, facts["token"]):
-            pass  # another node had waited long enough, and wrote it alone
+            pass  # another node wrote it by itself
         elif len(held) == facts["world"]:
-            _write_alone(held, facts["writers"], new_temporary(checkpoints, step), final)
-        elif alone and (complete := _complete_set(facts, held)):
-            _write_alone(held, complete, new_temporary(checkpoints, step), final)
+            _write_solo(held, facts["writers"], new_temporary(checkpoints, step), final)
+        elif solo and (complete := _complete_set(facts, held)):
+            _write_solo(held, complete, new_temporary(checkpoints, step), final)
         elif 0 in held:
-            _lead(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, patience)
+            _lead(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, wait_seconds)
         else:
-            _follow(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, patience)
+            _follow(held, facts, shared_temporary(checkpoints, step, facts["token"]), final, wait_seconds)
         if 0 in held:
             retain_after(step, checkpoints, retention, kept)
     except OSError as error:
@@ -103,7 +104,7 @@ def retain_after(
     retention: tuple[int | None, int | None],
     kept: tuple[int | None, Collection[int]],
 ) -> None:
-    """Removes what a save of this step makes superfluous. `kept`: the step resumed from, and steps known to be sound."""
+    """Applies retention after this step. `kept`: the step resumed from, and steps known to be whole."""
     resumed, written = kept
     protect = [step] if resumed is None else [step, resumed]
     retain(checkpoints, *retention, protect=protect, written=[step, *written])
@@ -114,8 +115,8 @@ def _complete_set(facts: dict[str, Any], held: Mapping[int, ReadySlot]) -> list[
     return next((ranks for ranks in facts["complete"] if set(ranks) <= set(held)), None)
 
 
-def _write_alone(held: Mapping[int, ReadySlot], writers: Sequence[int], temporary: Path, final: Path) -> None:
-    _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers))
+def _write_solo(held: Mapping[int, ReadySlot], writers: Sequence[int], temporary: Path, final: Path) -> None:
+    _check_free_space(final.parent, sum(held[rank].arena.sizes.payload for rank in writers))
     try:
         temporary.mkdir()
         for rank, found in held.items():
@@ -126,22 +127,24 @@ def _write_alone(held: Mapping[int, ReadySlot], writers: Sequence[int], temporar
         raise
 
 
-def _lead(held: Mapping[int, ReadySlot], facts: dict[str, Any], temporary: Path, final: Path, patience: float) -> None:
-    """With rank 0: waits for what the other nodes write; those that hold nothing needed are not waited for for ever."""
+def _lead(
+    held: Mapping[int, ReadySlot], facts: dict[str, Any], temporary: Path, final: Path, wait_seconds: float
+) -> None:
+    """The keeper of rank 0: writes its part, waits for the other nodes, and publishes. Parts that hold no shard may be absent."""
     writers = facts["writers"]
-    _check_room(final.parent, sum(held[rank].arena.sizes.payload for rank in writers if rank in held))
+    _check_free_space(final.parent, sum(held[rank].arena.sizes.payload for rank in writers if rank in held))
     try:
         temporary.mkdir(exist_ok=True)
-        with _SignOfLife(temporary, 0):
+        with _Heartbeat(temporary, 0):
             for rank, found in held.items():
                 _write_entry(temporary, found, rank in writers)
-            others = _Watch(temporary, patience, besides=0)
-            while len(list(temporary.glob("*" + ENTRY_SUFFIX))) < facts["world"] and not others.is_over():
+            others = _PeerProgress(temporary, wait_seconds, own_rank=0)
+            while len(list(temporary.glob("*" + ENTRY_SUFFIX))) < facts["world"] and not others.has_stalled():
                 time.sleep(0.05)
         entries = _read_entries(temporary)
         if not set(writers) <= {entry["rank"] for entry in entries}:
             raise HoldfastError(
-                f"{len(entries)} of {facts['world']} ranks have written their part within {patience:.0f} s"
+                f"{len(entries)} of {facts['world']} ranks wrote their part within {wait_seconds:.0f} s"
             )
         _complete(temporary, final, entries)
     except BaseException:
@@ -150,40 +153,40 @@ def _lead(held: Mapping[int, ReadySlot], facts: dict[str, Any], temporary: Path,
 
 
 def _follow(
-    held: Mapping[int, ReadySlot], facts: dict[str, Any], temporary: Path, final: Path, patience: float
+    held: Mapping[int, ReadySlot], facts: dict[str, Any], temporary: Path, final: Path, wait_seconds: float
 ) -> None:
-    """Without rank 0: adds what this node has, and waits for the name."""
+    """The keeper of another node: writes its part, and waits until the keeper of rank 0 has published."""
     temporary.mkdir(exist_ok=True)
     own = min(held)
-    with _SignOfLife(temporary, own):
+    with _Heartbeat(temporary, own):
         for rank, found in held.items():
             _write_entry(temporary, found, rank in facts["writers"])
-    others = _Watch(temporary, 2 * patience, besides=own)
+    others = _PeerProgress(temporary, 2 * wait_seconds, own_rank=own)
     while not is_published(final, facts["token"]):
         if _was_removed(temporary, own) and not is_published(final, facts["token"]):
             raise HoldfastError(f"the keeper of rank 0 could not complete {final}")
-        if others.is_over():
+        if others.has_stalled():
             shutil.rmtree(temporary, ignore_errors=True)
             complete = _complete_set(facts, held)
             if complete is None:
-                raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {2 * patience:.0f} s")
-            _write_alone(held, complete, new_temporary(final.parent, held[complete[0]].header.step), final)
+                raise HoldfastError(f"the keeper of rank 0 did not complete {final} within {2 * wait_seconds:.0f} s")
+            _write_solo(held, complete, new_temporary(final.parent, held[complete[0]].header.step), final)
         time.sleep(0.05)
-    shutil.rmtree(temporary, ignore_errors=True)  # where this node came too late
+    shutil.rmtree(temporary, ignore_errors=True)  # left if this node wrote its part after the publication
 
 
 def _was_removed(temporary: Path, rank: int) -> bool:
-    """Whether the keeper of rank 0 failed and removed what this rank wrote, or the folder has its final name already."""
+    """Whether the part of this rank is gone: the keeper of rank 0 failed and removed it, or has published the folder."""
     return not _entry_path(temporary, rank).exists() and not (temporary / FILE_NAME).exists()
 
 
-class _SignOfLife:
-    """While a keeper works in the folder of several: a file there, named by its first rank, that changes all the time."""
+class _Heartbeat:
+    """While a keeper writes into a shared folder: a file there, named by its first rank, that changes every second."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"rank-{rank:05d}{LIFE_SUFFIX}"
+        self._path = folder / f"rank-{rank:05d}{HEARTBEAT_SUFFIX}"
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._show, daemon=True)
+        self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -193,32 +196,34 @@ class _SignOfLife:
         self._thread.join()
         self._path.unlink(missing_ok=True)
 
-    def _show(self) -> None:
-        while not self._done.wait(LIFE_SECONDS):
-            with contextlib.suppress(OSError):  # a full disk shows no life, and nobody should wait for it
+    def _beat(self) -> None:
+        while not self._done.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):  # a keeper with a full disk is not waited for
                 write_json(self._path, time.time())
 
 
-class _Watch:
-    """Over when the others have neither shown life nor finished anything in the folder for some seconds."""
+class _PeerProgress:
+    """Whether the other keepers have neither written a heartbeat nor finished a part in the folder for some seconds."""
 
-    def __init__(self, folder: Path, seconds: float, besides: int) -> None:
+    def __init__(self, folder: Path, seconds: float, own_rank: int) -> None:
         self._folder, self._seconds = folder, seconds
-        self._own = f"rank-{besides:05d}{LIFE_SUFFIX}"
+        self._own = f"rank-{own_rank:05d}{HEARTBEAT_SUFFIX}"
         self._seen: dict[str, Any] = {}
         self._since = self._began = time.monotonic()
 
-    def is_over(self) -> bool:
-        seen = {path.name: read_json(path) for path in self._folder.glob("*" + LIFE_SUFFIX) if path.name != self._own}
+    def has_stalled(self) -> bool:
+        seen = {
+            path.name: read_json(path) for path in self._folder.glob("*" + HEARTBEAT_SUFFIX) if path.name != self._own
+        }
         seen |= {path.name: None for path in self._folder.glob("*" + ENTRY_SUFFIX)}
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
-        return now - self._since > self._seconds or now - self._began > WRITE_SECONDS
+        return now - self._since > self._seconds or now - self._began > LONGEST_WRITE_SECONDS
 
 
 def is_published(final: Path, token: str) -> bool:
-    """Whether the checkpoint is there and comes from this start of the run; an earlier one may have left its own of that step."""
+    """Whether the checkpoint exists and comes from this start of the run; an earlier start may have left one of that step."""
     try:
         return read_manifest(final).shared.get("start") == token
     except (HoldfastError, OSError):
@@ -235,7 +240,7 @@ def start_token(arenas: Sequence[Arena], step: int) -> str | None:
 
 
 def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> None:
-    """The manifest, then the name. An attempt that failed may have removed a shard whose entry was written after that."""
+    """Writes the manifest and publishes. A failed attempt may have removed a shard whose entry was written afterwards."""
     manifest = _manifest(entries)
     for file in manifest.files:
         shard = temporary / file.name
@@ -243,14 +248,14 @@ def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> No
             raise HoldfastError(f"the shard of rank {file.rank} is no longer in {temporary}")
     write_manifest(temporary, manifest)
     fsync(temporary / FILE_NAME)
-    for suffix in (ENTRY_SUFFIX, LIFE_SUFFIX):
+    for suffix in (ENTRY_SUFFIX, HEARTBEAT_SUFFIX):
         for path in temporary.glob("*" + suffix):
             path.unlink(missing_ok=True)
     publish_step(temporary, final)
 
 
 def _write_entry(folder: Path, held: ReadySlot, writes: bool) -> None:
-    """One rank's shard and what the manifest will say about it."""
+    """Writes one rank's shard and its entry, from which the manifest is made."""
     file = asdict(_write_shard(folder, held)) if writes else None
     record = {
         "rank": held.arena.rank,
@@ -285,7 +290,7 @@ def _write_shard(folder: Path, held: ReadySlot) -> ShardFile:
             while written < len(part):
                 written += file.write(part[written:])
         os.fsync(file.fileno())
-    # after the checksums: what they describe is then known to be what was copied
+    # After the checksums: so the bytes that they describe are those that were copied.
     held.verify()
     return describe_shard(layout, held.arena.rank, held.arena.world, chunks)
 
@@ -312,12 +317,12 @@ def _manifest(entries: list[dict[str, Any]]) -> Manifest:
 
 
 def _per_rank(small: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """What a rank has of its own; extra state that is the same everywhere is told once."""
+    """What a rank has of its own; extra state that is equal on all ranks is stored once."""
     own = {} if small["extra"] == extra else {"extra": small["extra"]}
     return {"random": small["random"], **own}
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def _check_free_space(folder: Path, needed: int) -> None:
     usage = os.statvfs(folder)
     free = usage.f_bavail * usage.f_frsize
     if free < needed:

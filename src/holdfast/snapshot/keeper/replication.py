@@ -1,14 +1,15 @@
-"""Between keepers: copies of a node's snapshots in another node's memory, and pulling them back. TCP, checksums, no torch.
+"""Copies a node's snapshots to the memory of another node, and pulls them back. TCP, checksums, no torch.
 
 Nodes form disjoint pairs (the last three a ring where they are odd), so losing two of many nodes rarely loses both copies. The
 invariants: all nodes copy the same step, which their ranks choose, and keep their own of it until all have copied a newer one, so
-that what a lost node leaves is of one step; a copy is READY only when all of it has come and its row sums verify; a chunk that
+that what a lost node leaves is of one step; a copy is READY only when all of it has arrived and its row sums verify; a chunk that
 arrives damaged is sent again; a broken connection is resumed where it broke; peers that do not have the run's key are
-rejected (`channel`), and connections that say nothing take up a few places for some seconds.
+rejected (`channel`), and silent connections are limited in number and time.
 """
 
 import contextlib
 import hashlib
+import math
 import os
 import socket
 import struct
@@ -34,11 +35,11 @@ CHUNK = 16 << 20
 PULLED = "pulled-"
 BYTES_PER_SECOND = 1e9
 CONNECTIONS = 64
-"""at a time; further ones are closed at once, and a peer tries again"""
+"""at a time; further ones are closed at once, and the peer tries again"""
 
 
 def peer_of(nodes: list[str], node: str) -> str | None:
-    """The node that holds the copies of `node`: its partner; in a last group of three, the next of the ring."""
+    """The node that holds the copies of `node`: the other one of its pair; in a last group of three, the next of the ring."""
     order = list(dict.fromkeys(nodes))
     if len(order) < 2 or node not in order:
         return None
@@ -57,9 +58,9 @@ def node_file(run_memory: RunMemory, node: str) -> Path:
     return keepers_folder(run_memory) / f"{hashlib.sha256(node.encode()).hexdigest()[:16]}.json"
 
 
-def call(run_memory: RunMemory, node: str, patience: float = 0.0) -> Channel:
-    """A channel to the keeper of a node. `patience`: it may be just starting, and what is known of it be its predecessor's."""
-    deadline = time.monotonic() + patience
+def connect(run_memory: RunMemory, node: str, wait_seconds: float = 0.0) -> Channel:
+    """A channel to the keeper of a node. `wait_seconds`: it may be starting, and its file be that of a killed one."""
+    deadline = time.monotonic() + wait_seconds
     while True:
         try:
             record = read_json(node_file(run_memory, node))
@@ -74,44 +75,65 @@ def call(run_memory: RunMemory, node: str, patience: float = 0.0) -> Channel:
 
 
 def pull(run_memory: RunMemory, node: str, file: str, slot: int) -> Path:
-    """Brings one slot of another node's arena here, into a file of this process beside ours; its path."""
-    path = (
-        run_memory.path
-        / f"{PULLED}{os.getpid()}-{hashlib.sha256(f'{node}/{file}/{slot}'.encode()).hexdigest()[:16]}.arena"
-    )
-    with call(run_memory, node, patience=TIMEOUT) as channel:
+    """Copies one slot of another node's arena to a file of this process in the run's memory here; its path."""
+    source = hashlib.sha256(f"{node}/{file}/{slot}".encode()).hexdigest()[:16]
+    path = run_memory.path / f"{PULLED}{os.getpid()}-{source}.arena"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with connect(run_memory, node, wait_seconds=TIMEOUT) as channel:
         channel.send({"do": "get", "file": file, "slot": slot})
         answer = channel.receive()
         if answer.get("trouble"):
             raise HoldfastError(f"{node} cannot send {file}: {answer['trouble']}")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        arena = _create_like(temporary, answer)
         try:
-            target = arena.slot(slot)
-            region = memoryview(target.map)
-            for begin in range(PAGE, len(region), CHUNK):
-                part = region[begin : begin + CHUNK]
-                channel.receive_into(part)
-                if channel.receive()["hash"] != xxhash.xxh3_64_hexdigest(part):
-                    raise HoldfastError(f"{file} arrived damaged from {node}")
-            header = SlotHeader(**answer["header"])
-            target.store(header)
-            target.verify(header)
+            with contextlib.closing(_create_like(temporary, answer)) as arena:
+                target, header = arena.slot(slot), SlotHeader(**answer["header"])
+                _receive_chunks(channel, memoryview(target.map), set())
+                target.store(header)
+                target.verify(header)
             rename_into_place(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-            arena.close()
     return path
 
 
-def _create_like(path: Path, facts: dict[str, Any]) -> Arena:
-    sizes = Sizes(*facts["sizes"])
-    return Arena.create(
-        path, sizes, facts["run"], facts["plan"], facts["rank"], facts["world"], facts["generation"], populate=False
-    )
+def _send_chunks(channel: Channel, region: memoryview, bytes_per_second: float = math.inf) -> None:
+    """Sends a slot, without its header page and the chunks that the other side has."""
+    have = set(channel.receive()["have"])
+    waiting = [begin for begin in range(PAGE, len(region), CHUNK) if begin not in have]
+    begin_time, sent = time.monotonic(), 0
+    while waiting:
+        begin = waiting.pop(0)
+        part = region[begin : begin + CHUNK]
+        channel.send({"chunk": begin, "length": len(part), "hash": xxhash.xxh3_64_hexdigest(part)})
+        channel.send_bytes(part)
+        sent += len(part)
+        if not channel.receive()["good"]:
+            waiting.insert(0, begin)
+        time.sleep(max(0.0, sent / bytes_per_second - (time.monotonic() - begin_time)))
+    channel.send({"done": True})
 
 
-def _facts(arena: Arena) -> dict[str, Any]:
+def _receive_chunks(channel: Channel, region: memoryview, have: set[int]) -> None:
+    """The other end of `_send_chunks`; adds each chunk that arrives undamaged to `have`."""
+    channel.send({"have": sorted(have)})
+    while not (message := channel.receive()).get("done"):
+        begin, length = int(message["chunk"]), int(message["length"])
+        part = region[begin : begin + length]
+        if begin < PAGE or len(part) != length:
+            raise HoldfastError("a peer sent a chunk that does not fit")
+        channel.receive_into(part)
+        good = xxhash.xxh3_64_hexdigest(part) == message["hash"]
+        if good:
+            have.add(begin)
+        channel.send({"good": good})
+
+
+def _create_like(path: Path, description: dict[str, Any]) -> Arena:
+    run, plan, rank, world, generation = (description[name] for name in ("run", "plan", "rank", "world", "generation"))
+    return Arena.create(path, Sizes(*description["sizes"]), run, plan, rank, world, generation, populate=False)
+
+
+def _describe(arena: Arena) -> dict[str, Any]:
     return {
         "sizes": [arena.sizes.meta, arena.sizes.digest, arena.sizes.payload],
         "run": arena.run,
@@ -123,54 +145,59 @@ def _facts(arena: Arena) -> dict[str, Any]:
 
 
 class Replicator:
-    """The keeper's side: serves other keepers and ships the step that the ranks chose to this node's peer, in threads of their
-    own."""
+    """Serves other keepers, and copies the step that the ranks chose to this node's peer, in threads of their own."""
 
     def __init__(self, run_memory: RunMemory, journal: Journal) -> None:
-        self._place, self._journal = run_memory, journal
+        self._run_memory, self._journal = run_memory, journal
         self._identity = run_identity(keepers_folder(run_memory))
         self._connections = threading.BoundedSemaphore(CONNECTIONS)
-        self._shipped: list[SlotHeader] = []
-        self._shipping: threading.Thread | None = None
+        self._copied: list[SlotHeader] = []
+        self._copying: threading.Thread | None = None
         self._partial: dict[tuple[str, int], set[int]] = {}
         self._lock = threading.Lock()
         self._closed = False
         address = own_address(run_memory)
         self._listener = socket.create_server((address, 0))
         record = {"node": run_memory.node, "address": address, "port": self._listener.getsockname()[1]}
-        write_json(node_file(run_memory, run_memory.node), record)
+        try:
+            write_json(node_file(run_memory, run_memory.node), record)
+        except OSError:
+            self._listener.close()
+            raise
         threading.Thread(target=self._serve, daemon=True).start()
 
     def round(self, settings: dict[str, Any]) -> None:
-        """Called by the keeper every so often: ships, if there is something new and the last shipment is over."""
-        if settings.get("mode") != "peer" or (self._shipping is not None and self._shipping.is_alive()):
+        """Called by the keeper in every round: begins to copy, unless a copy is under way."""
+        if settings.get("mode") != "peer" or (self._copying is not None and self._copying.is_alive()):
             return
-        peer = peer_of(settings["nodes"], self._place.node)
+        peer = peer_of(settings["nodes"], self._run_memory.node)
         if peer is not None:
-            self._shipping = threading.Thread(target=self._ship_newest, args=(peer, settings), daemon=True)
-            self._shipping.start()
+            self._copying = threading.Thread(target=self._copy_newest, args=(peer, settings), daemon=True)
+            self._copying.start()
 
     def close(self) -> None:
         self._closed = True
         self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`; close alone does not
         self._listener.close()
-        node_file(self._place, self._place.node).unlink(missing_ok=True)
+        node_file(self._run_memory, self._run_memory.node).unlink(missing_ok=True)
 
-    def _ship_newest(self, peer: str, settings: dict[str, Any]) -> None:
+    def _copy_newest(self, peer: str, settings: dict[str, Any]) -> None:
         opened: list[Arena] = []
         try:
-            opened = open_arenas(self._place.arenas(), self._place.key)
-            held = _chosen(newest_generation(opened))
+            opened = open_arenas(self._run_memory.arenas(), self._run_memory.key)
+            held = _pinned_for_peer(newest_generation(opened))
             headers = [found.header for found in held]
-            if not held or headers == self._shipped:
+            if not held or headers == self._copied:
                 time.sleep(0.05)
                 return
             begin, step = time.perf_counter(), headers[0].step
+            rate = settings.get("peer_bytes_per_second", BYTES_PER_SECOND)
             for found in held:
-                self._ship(peer, found, settings.get("peer_bytes_per_second", BYTES_PER_SECOND))
+                with connect(self._run_memory, peer) as channel:
+                    self._send_slot(channel, found, rate)
             if all(found.unchanged() for found in held):
-                self._shipped = headers
-                for rank, page in self._place.pages().items():
+                self._copied = headers
+                for rank, page in self._run_memory.pages().items():
                     if rank in settings["here"]:
                         page["shipped"] = step
                 self._journal.event(
@@ -183,27 +210,10 @@ class Replicator:
             for arena in opened:
                 arena.close()
 
-    def _ship(self, peer: str, held: ReadySlot, rate: float) -> None:
-        with call(self._place, peer) as channel:
-            self._send_slot(channel, held, rate)
-
-    def _send_slot(self, channel: Channel, held: ReadySlot, rate: float) -> None:
-        channel.send({"do": "put", "node": self._place.node, **_facts(held.arena), "header": held.header.__dict__})
-        region = memoryview(held.slot.map)
-        chunks = list(range(PAGE, len(region), CHUNK))
-        have = set(channel.receive()["have"])
-        waiting = [begin for begin in chunks if begin not in have]
-        begin_time, sent = time.monotonic(), 0
-        while waiting:
-            begin = waiting.pop(0)
-            part = region[begin : begin + CHUNK]
-            channel.send({"chunk": begin, "length": len(part), "hash": xxhash.xxh3_64_hexdigest(part)})
-            channel.send_bytes(part)
-            sent += len(part)
-            if not channel.receive()["good"]:
-                waiting.insert(0, begin)
-            time.sleep(max(0.0, sent / rate - (time.monotonic() - begin_time)))
-        channel.send({"done": True})
+    def _send_slot(self, channel: Channel, held: ReadySlot, bytes_per_second: float) -> None:
+        node = self._run_memory.node
+        channel.send({"do": "put", "node": node, **_describe(held.arena), "header": held.header.__dict__})
+        _send_chunks(channel, memoryview(held.slot.map), bytes_per_second)
         if trouble := channel.receive().get("trouble"):
             raise HoldfastError(trouble)
 
@@ -226,76 +236,61 @@ class Replicator:
         try:
             with Channel(connection, self._identity, server=True) as channel:
                 request = channel.receive()
-                requests = {"get": self._send_held, "put": self._receive_slot}
+                requests = {"get": self._answer_get, "put": self._answer_put}
                 requests[request["do"]](channel, request)
         except (OSError, HoldfastError, struct.error, KeyError, TypeError, ValueError) as error:
             print(f"a peer's request failed: {error}", flush=True)
         finally:
             self._connections.release()
 
-    def _send_held(self, channel: Channel, request: dict[str, Any]) -> None:
+    def _answer_get(self, channel: Channel, request: dict[str, Any]) -> None:
         try:
-            arena = Arena(self._place.path / Path(request["file"]).name)
+            arena = Arena(self._run_memory.path / Path(request["file"]).name)
         except (OSError, DamagedError) as error:
             channel.send({"trouble": str(error)})
             return
         with contextlib.closing(arena):
-            self._send_arena(channel, arena, int(request["slot"]))
+            slot = arena.slot(int(request["slot"]))
+            header = slot.header()
+            if header.state != READY or arena.run != self._run_memory.key:
+                channel.send({"trouble": "the slot is empty"})
+                return
+            channel.send({**_describe(arena), "header": header.__dict__})
+            _send_chunks(channel, memoryview(slot.map))
 
-    def _send_arena(self, channel: Channel, arena: Arena, index: int) -> None:
-        slot = arena.slot(index)
-        header = slot.header()
-        if header.state != READY or arena.run != self._place.key:
-            channel.send({"trouble": "the slot is empty"})
-            return
-        channel.send({**_facts(arena), "header": header.__dict__})
-        region = memoryview(slot.map)
-        for begin in range(PAGE, len(region), CHUNK):
-            part = region[begin : begin + CHUNK]
-            channel.send_bytes(part)
-            channel.send({"hash": xxhash.xxh3_64_hexdigest(part)})
-
-    def _receive_slot(self, channel: Channel, request: dict[str, Any]) -> None:
+    def _answer_put(self, channel: Channel, request: dict[str, Any]) -> None:
         """Receives one rank's snapshot into a copy of its arena here."""
-        if request["run"] != self._place.key:
+        if request["run"] != self._run_memory.key:
             raise HoldfastError("a peer offers the memory of another run")
         header = SlotHeader(**request["header"])
+        with contextlib.closing(self._copy_of(request)) as arena:
+            slot = arena.slot(self._slot_for(arena, header))
+            name = arena.path.name
+            key = (name, header.sequence)
+            have = self._partial.get(key, set()) if slot.header().state == WRITING else set()
+            self._partial = {k: v for k, v in self._partial.items() if k[0] != name} | {key: have}
+            slot.store(SlotHeader(WRITING, header.sequence, header.step, 0, 0, 0, 0, time.time()))
+            _receive_chunks(channel, memoryview(slot.map), have)
+            try:
+                slot.verify(header)
+                slot.store(header)
+                channel.send({"committed": header.step})
+            except HoldfastError as error:
+                slot.store(NOTHING)
+                channel.send({"trouble": str(error)})
+            self._partial.pop(key, None)
+
+    def _copy_of(self, request: dict[str, Any]) -> Arena:
+        """The arena in which this node holds the copies of one rank of a peer."""
         node = hashlib.sha256(request["node"].encode()).hexdigest()[:8]
         stem = f"rank-{request['rank']:05d}-of-{request['world']:05d}.{request['plan'][:8]}"
-        path = self._place.path / f"peer-{node}-{stem}.arena"
+        path = self._run_memory.path / f"peer-{node}-{stem}.arena"
         with self._lock:
             arena = Arena(path) if path.exists() else _create_like(path, request)
-            if _facts(arena) != {name: request[name] for name in _facts(arena)}:  # its small state needs more room now
-                arena.close()
-                arena = _create_like(path, request)
-        index = self._slot_for(arena, header)
-        slot = arena.slot(index)
-        key = (path.name, header.sequence)
-        have = self._partial.setdefault(key, set()) if slot.header().state == WRITING else set()
-        self._partial = {k: v for k, v in self._partial.items() if k[0] != path.name}
-        self._partial[key] = have
-        slot.store(SlotHeader(WRITING, header.sequence, header.step, 0, 0, 0, 0, time.time()))
-        channel.send({"have": sorted(have)})
-        region = memoryview(slot.map)
-        while not (message := channel.receive()).get("done"):
-            begin, length = int(message["chunk"]), int(message["length"])
-            part = region[begin : begin + length]
-            if begin < PAGE or len(part) != length:
-                raise HoldfastError("a peer sent a chunk that does not fit")
-            channel.receive_into(part)
-            good = xxhash.xxh3_64_hexdigest(part) == message["hash"]
-            if good:
-                have.add(begin)
-            channel.send({"good": good})
-        try:
-            slot.verify(header)
-            slot.store(header)
-            channel.send({"committed": header.step})
-        except HoldfastError as error:
-            slot.store(NOTHING)
-            channel.send({"trouble": str(error)})
-        self._partial.pop(key, None)
-        arena.close()
+            if _describe(arena) == {name: request[name] for name in _describe(arena)}:
+                return arena
+            arena.close()  # its small state needs more room now
+            return _create_like(path, request)
 
     def _slot_for(self, arena: Arena, header: SlotHeader) -> int:
         """The slot that is being filled with this snapshot, else the one that does not hold the newest."""
@@ -307,8 +302,8 @@ class Replicator:
         return ready.index(min(ready))
 
 
-def _chosen(arenas: Sequence[Arena]) -> list[ReadySlot]:
-    """The slots of the newest step that all ranks here keep for the peer."""
+def _pinned_for_peer(arenas: Sequence[Arena]) -> list[ReadySlot]:
+    """The slots of the newest step that all ranks of this node pin for the peer."""
     for step in common_steps(arenas):
         held = [found for arena in arenas if (found := find_ready(arena, step))]
         if held and all(found.arena.pinned(found.index, PEER) for found in held):

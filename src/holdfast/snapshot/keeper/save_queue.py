@@ -38,8 +38,8 @@ COPY_SECONDS = 60.0
 """how long to wait for a step that ranks may still be copying"""
 AGREEMENT_SECONDS, FINAL_AGREEMENT_SECONDS = 15.0, 5.0
 """how long to wait for the proposals of other nodes; the second one when the scheduler ends this node"""
-WRITE_SECONDS = 15.0
-"""how long the keepers of several nodes wait for one that shows no life while they write a step"""
+PEER_WRITE_SECONDS = 15.0
+"""how long the keepers of several nodes wait for one that writes no heartbeat while they write a step"""
 
 
 @contextlib.contextmanager
@@ -254,7 +254,9 @@ class SaveQueue:
         slots = [found for arena in arenas if (found := find_ready(arena, step))]
         checkpoints, kept = self._run_memory.folder / "checkpoints", (request.resumed, self._written)
         with pinned(slots):
-            path = write_checkpoint(arenas, step, checkpoints, request.retention, WRITE_SECONDS, request.solo, kept)
+            path = write_checkpoint(
+                arenas, step, checkpoints, request.retention, PEER_WRITE_SECONDS, request.solo, kept
+            )
         self._written[step] = time.monotonic()
         clear_failed_save(self._run_memory)
         if arenas[0].rank == 0:  # one event per checkpoint, however many nodes wrote it
