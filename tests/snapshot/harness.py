@@ -409,7 +409,7 @@ def shorten_waits(snapshots: Any) -> None:
     from holdfast.snapshot.keeper import client as keeper_client
     from holdfast.snapshot.keeper import status as keeper_status
 
-    keeper_status.SILENCE_SECONDS = keeper_client.FAILED_SAVE_SECONDS = 3.0
+    keeper_status.HUNG_SECONDS = keeper_client.FAILED_SAVE_SECONDS = 3.0
 
 
 def stop_keeper(snapshots: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from holdfast.snapshot.keeper import client as keeper_client
 from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.keeper.failed_saves import record_failed_save
-from holdfast.snapshot.keeper.rank_watch import Silence
+from holdfast.snapshot.keeper.rank_watch import HeartbeatAge
 from holdfast.snapshot.memory.arena import KEEPER, SLOTS, Arena
 from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, remove_stale, write_json
 from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, status_page_name
@@ -226,6 +226,17 @@ def test_an_earlier_failure_does_not_count_against_the_last_save(run, monkeypatc
     assert not client.has_failed()
 
 
+def test_an_interpreter_that_cannot_start_the_keeper_does_not_end_the_training(run, monkeypatch, capfd):
+    run.folder.mkdir()
+    run_memory = place_of(run)
+    run_memory.make()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    keeper_client.KeeperClient(run_memory).check()
+    assert "cannot be replaced: /bin/false could not start the keeper" in capfd.readouterr().err
+    with pytest.raises(HoldfastError, match="could not start the keeper"):
+        start_keeper(run_memory)
+
+
 START_WITH_A_HOST_NAME = """
 import socket, sys
 from pathlib import Path
@@ -298,11 +309,11 @@ def test_a_rank_is_killed_only_if_the_same_heartbeat_is_seen_again(run, beats):
 def test_time_in_which_the_watcher_itself_stood_still_does_not_count(monkeypatch):
     now = 100.0
     monkeypatch.setattr("holdfast.snapshot.keeper.rank_watch.time.monotonic", lambda: now)
-    silence = Silence()
-    assert not silence.is_longer_than(10, 7)
+    age = HeartbeatAge()
+    assert not age.exceeds(10, 7)
     now += 1000
-    assert not silence.is_longer_than(10, 7), "the whole machine may have been suspended"
+    assert not age.exceeds(10, 7), "the whole machine may have been suspended"
     now += 4
-    assert not silence.is_longer_than(10, 7)
+    assert not age.exceeds(10, 7)
     now += 4
-    assert silence.is_longer_than(10, 7)
+    assert age.exceeds(10, 7)

@@ -2,8 +2,9 @@
 
     RUN/keepers/identity.pem       private key and certificate, readable by the owner alone
 
-The invariants: both ends prove that they have the run's key, and everything is encrypted, so a stranger on the network reads and
-receives nothing, also by relaying; the file appears complete or not at all; nothing that arrives is unpickled.
+The invariants: both ends prove that they have the run's key, and everything is encrypted, so another process on the network can
+neither read nor request anything, nor relay a handshake; the file appears complete or not at all; nothing that arrives is
+unpickled.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ LONGEST_MESSAGE = 1 << 20
 
 
 class Channel:
-    """One connection: JSON messages and raw bytes. Usable in a `with` statement, which closes it."""
+    """One connection: JSON messages and raw bytes. A `with` statement closes it."""
 
     def __init__(self, connection: socket.socket, identity: Path, server: bool) -> None:
         connection.settimeout(HANDSHAKE_SECONDS)
@@ -47,9 +48,6 @@ class Channel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._socket.close()
 
     def send(self, message: Any) -> None:
@@ -80,7 +78,7 @@ class Channel:
 
 
 def _context(identity: Path, server: bool) -> ssl.SSLContext:
-    """Trusts the run's own certificate and no other; which host presents it does not matter."""
+    """Trusts the run's own certificate and no other, from any host."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -90,13 +88,13 @@ def _context(identity: Path, server: bool) -> ssl.SSLContext:
         context.load_verify_locations(identity)
     except (ssl.SSLError, OSError) as error:
         raise HoldfastError(
-            f"{identity} cannot be used ({error}); remove it, and the keepers make a new one"
+            f"{identity} cannot be used ({error}); remove it, and the keepers create a new one"
         ) from error
     return context
 
 
 def run_identity(folder: Path) -> Path:
-    """The key and certificate of a run, in this folder; the first keeper that asks makes them."""
+    """The file with the key and certificate of a run; the first keeper creates it."""
     path = folder / IDENTITY
     if path.exists():
         return path

@@ -44,7 +44,7 @@ else:
 
 
 def start_keeper(run_memory: RunMemory) -> None:
-    """Makes sure that the run has a live keeper on this node; raises with the end of its log if none stays."""
+    """Makes sure that the run has a live keeper on this node; raises with the end of its log if it does not start."""
     for _ in range(STARTS):
         process = spawn_keeper(run_memory)
         if process is None:
@@ -56,25 +56,25 @@ def start_keeper(run_memory: RunMemory) -> None:
             time.sleep(0.02)
         if keeper_alive(run_memory):
             return
-        time.sleep(0.1)  # its predecessor may still have held the lock
+        time.sleep(0.1)  # the one before may still have held the lock
     raise HoldfastError(f"the keeper of {run_memory.name} does not start: {log_end(run_memory)}")
 
 
 def spawn_keeper(run_memory: RunMemory) -> int | None:
-    """Starts a keeper unless there is one, and does not wait for it; its process number. A hung one is killed first."""
+    """Starts a keeper unless one is alive; its process id. Does not wait for it. A hung one is killed first."""
     if keeper_alive(run_memory):
         if not keeper_hung(run_memory):
             return None
         status = keeper_status(run_memory)
         log(
-            f"warning: the keeper (process {status['process']}) gave no sign of life for {status.age:.0f} s; it is killed and "
+            f"warning: the keeper (process {status['process']}) stored no heartbeat for {status.age:.0f} s; it is killed and "
             "replaced"
         )
         kill_keeper(run_memory)
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    # No relative entry, and -P: a folder that the keeper happens to work in must not provide modules.
-    given = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[3]), *given])
+    # No relative entry, and -P: the working directory must not provide modules.
+    absolute = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[3]), *absolute])
     environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MALLOC_ARENA_MAX="2")
     command = [sys.executable, "-P", "-m", "holdfast.snapshot.keeper.service", str(run_memory.path)]
     with open(run_memory.path / "keeper.log", "ab", opener=open_private) as log_file:
@@ -87,13 +87,14 @@ def spawn_keeper(run_memory: RunMemory) -> int | None:
             env=environment,
             cwd="/",
             start_new_session=True,
-            check=True,
         )
+    if not started.stdout:
+        raise HoldfastError(f"{sys.executable} could not start the keeper: {log_end(run_memory)}")
     return int(started.stdout)
 
 
 def log_end(run_memory: RunMemory) -> str:
-    """The last lines of the keeper's log, in one line."""
+    """The last lines of the keeper's log, joined to one line."""
     path = run_memory.path / "keeper.log"
     try:
         with open(path, "rb") as file:
@@ -106,31 +107,31 @@ def log_end(run_memory: RunMemory) -> str:
 
 class KeeperClient:
     def __init__(self, run_memory: RunMemory) -> None:
-        self._place = run_memory
+        self._run_memory = run_memory
         self._failed_saves = FailedSaveReport(run_memory)
         self._next_check, self._starts, self._last_start = 0.0, 0, 0.0
         self._problem: str | None = None
 
     def check(self) -> None:
-        """Every so often: replaces a keeper that is dead or hung, less often when it does not stay, and reports failed saves."""
+        """Reports failed saves and replaces a dead or hung keeper; at intervals, which grow while new keepers end soon."""
         now = time.monotonic()
         if now < self._next_check:
             return
         self._next_check = now + CHECK_SECONDS
         try:
             self._failed_saves.update()
-            if spawn_keeper(self._place) is None:
+            if spawn_keeper(self._run_memory) is None:
                 if now - self._last_start > STABLE_SECONDS:
                     self._starts, self._problem = 0, None
                 return
         except (OSError, HoldfastError) as error:
-            if not self._place.path.exists():
-                return  # freed this very moment
+            if not self._run_memory.path.exists():
+                return  # freed just now
             self._report(f"the keeper cannot be replaced: {error}")
         self._starts, self._last_start = self._starts + 1, now
         self._next_check = now + min(LONGEST_CHECK_SECONDS, CHECK_SECONDS * 2 ** max(0, self._starts - FAILED_STARTS))
         if self._starts >= FAILED_STARTS:
-            self._report(f"the keeper ended {self._starts - 1} times soon after its start: {log_end(self._place)}")
+            self._report(f"the keeper ended {self._starts - 1} times soon after its start: {log_end(self._run_memory)}")
 
     def _report(self, problem: str) -> None:
         if self._problem is None:
@@ -138,28 +139,28 @@ class KeeperClient:
         self._problem = problem
 
     def expect_save(self) -> None:
-        """The last save is asked for now: failures of earlier ones do not count against it."""
+        """The last save is requested now: failures of earlier ones do not count against it."""
         self._failed_saves.restart()
 
     def has_failed(self) -> bool:
-        """Whether a save has failed for so long, or the keeper so often, that waiting for it is pointless."""
+        """Whether a save has failed for so long, or the keeper so often, that waiting makes no sense."""
         return self._starts >= FAILED_STARTS or self._failed_saves.seconds > FAILED_SAVE_SECONDS
 
     def wait_for_save(self, step: int, token: str, deadline: float) -> None:
-        """Until the step is on disk and the keeper has freed the memory; raises if the step is not on disk by the deadline."""
-        final = self._place.folder / "checkpoints" / step_folder_name(step)
+        """Waits until the step is on disk and the memory is freed; raises if the step is not on disk by the deadline."""
+        final = self._run_memory.folder / "checkpoints" / step_folder_name(step)
         began = time.monotonic()
         announced = False
         saved_at: float | None = None
-        look = began
-        while self._place.path.exists():
+        next_read = began
+        while self._run_memory.path.exists():
             self.check()
             now = time.monotonic()
-            if saved_at is None and now >= look:
-                look = now + 0.5
+            if saved_at is None and now >= next_read:
+                next_read = now + 0.5
                 saved_at = now if is_published(final, token) else None
             if saved_at is not None and now - saved_at > FREE_SECONDS:
-                break  # what else the keeper has to do, it does alone
+                break  # the keeper does the rest by itself
             if saved_at is None and (now > deadline or self.has_failed()):
                 break
             if now - began > ANNOUNCE_SECONDS and not announced:
@@ -171,12 +172,12 @@ class KeeperClient:
 
     def _not_saved(self, step: int, final: Path) -> str:
         reason = self._failed_saves.reason or self._problem
-        if not self._place.path.exists():
+        if not self._run_memory.path.exists():
             return f"step {step} was not written to {final}, and its memory is gone: {reason or 'the cause is unknown'}"
-        reason = reason or keeper_status(self._place).error_text or log_end(self._place)
-        memory = self._place.path.parent.parent
+        reason = reason or keeper_status(self._run_memory).error_text or log_end(self._run_memory)
+        memory = self._run_memory.path.parent.parent
         flag = "" if memory == Path(MEMORY) else f" --snapshot-dir {memory}"
         return (
-            f"step {step} is not on disk: {reason}. The state is still in memory, in {self._place.path}; to write it once the "
-            f"cause is removed: holdfast persist {self._place.folder}{flag}"
+            f"step {step} is not on disk: {reason}. The state is still in memory, in {self._run_memory.path}; to write it once "
+            f"the cause is removed: holdfast persist {self._run_memory.folder}{flag}"
         )

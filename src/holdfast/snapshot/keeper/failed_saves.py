@@ -1,4 +1,4 @@
-"""Failed saves on their way from the keeper, which has no terminal, to the first rank of the node, which reports them.
+"""Reports failed saves: the keeper, which has no terminal, records them, and the first rank of the node logs them.
 
 The keeper writes one record in memory, where a full disk does not matter, and removes it after the next successful write.
 """
@@ -16,7 +16,7 @@ def _record(run_memory: RunMemory) -> Path:
 
 
 def record_failed_save(run_memory: RunMemory, step: int | None, reason: str, retry_seconds: float | None) -> None:
-    """`retry_seconds`: None where the step is given up."""
+    """`retry_seconds`: None if the save is not tried again."""
     with contextlib.suppress(OSError):  # full memory must not end the keeper
         write_json(_record(run_memory), {"step": step, "reason": reason, "retry_seconds": retry_seconds})
 
@@ -26,27 +26,27 @@ def clear_failed_save(run_memory: RunMemory) -> None:
 
 
 class FailedSaveReport:
-    """Prints each failed save once, and the success that follows it."""
+    """Logs each failed save once, and the success that follows it."""
 
     def __init__(self, run_memory: RunMemory) -> None:
-        self._place = run_memory
+        self._run_memory = run_memory
         self._shown: str | None = None
         self._since = 0.0
         self.reason: str | None = None
 
     @property
     def seconds(self) -> float:
-        """How long saves have been failing; 0 if the last one succeeded."""
+        """How long saves have failed; 0 if the last one succeeded."""
         return time.monotonic() - self._since if self.reason is not None else 0.0
 
     def restart(self) -> None:
-        """Counts `seconds` from now on: what failed before may succeed now."""
+        """Counts `seconds` from now: what failed before may succeed now."""
         self._since = time.monotonic()
 
     def update(self) -> None:
-        found = read_json(_record(self._place))
+        found = read_json(_record(self._run_memory))
         if found is None:
-            if self._shown is not None and self._place.path.exists():
+            if self._shown is not None and self._run_memory.path.exists():
                 log("saves succeed again")
                 self.reason = None
             self._shown = None
@@ -58,5 +58,5 @@ class FailedSaveReport:
         if what != self._shown:
             self._shown = what
             retry = found["retry_seconds"]
-            then = "it is given up" if retry is None else f"The state stays in memory; next try in {retry:.0f} s"
+            then = "It is not tried again" if retry is None else f"The state stays in memory; next try in {retry:.0f} s"
             log(f"warning: {what} could not be saved: {found['reason']}. {then}")

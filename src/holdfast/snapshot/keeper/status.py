@@ -1,7 +1,7 @@
-"""The keeper's status page, in the run's memory: which process keeps the run, its heartbeat, and its last error.
+"""The keeper's status page in the run's memory: its process, its heartbeat, and its last error.
 
 The invariant: a thread of the keeper stores a heartbeat every half second, however long the keeper waits for a disk. So a page
-whose heartbeat stands still belongs to a process that is stopped or dead, not to one that works.
+whose heartbeat does not change belongs to a process that is stopped or dead, not to a busy one.
 """
 
 import os
@@ -15,8 +15,8 @@ from holdfast.system.errors import HoldfastError
 from holdfast.system.processes import process_alive
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 30.0
-SECOND_LOOK_SECONDS = 2.0
+HUNG_SECONDS = 30.0
+RECHECK_SECONDS = 2.0
 KILL_SECONDS = 10.0
 
 
@@ -25,7 +25,7 @@ def keeper_status(run_memory: RunMemory) -> RankStatus:
 
 
 def claim_status(run_memory: RunMemory) -> RankStatus:
-    """Becomes the owner of the page, and shows life until this process ends."""
+    """Claims the page for this process, and stores heartbeats until it ends."""
     status = keeper_status(run_memory)
     status.claim()
     threading.Thread(target=_beat, args=(status,), name="heartbeat", daemon=True).start()
@@ -39,13 +39,13 @@ def _beat(status: RankStatus) -> None:
 
 
 def keeper_hung(run_memory: RunMemory) -> bool:
-    """Whether a process holds the keeper's lock and gives no sign of life, neither for a while nor while this waits for one."""
+    """Whether a process holds the keeper's lock and has stored no heartbeat for a while, nor stores one while this waits."""
     status = keeper_status(run_memory)
     heartbeat = status["heartbeat"]
-    if not heartbeat or status.age < SILENCE_SECONDS or not process_alive(status["process"], status["started"]):
+    if not heartbeat or status.age < HUNG_SECONDS or not process_alive(status["process"], status["started"]):
         return False
-    # The whole machine may have stood still, this process with it: the second look decides.
-    deadline = time.monotonic() + SECOND_LOOK_SECONDS
+    # The whole machine may have been suspended, this process with it: the second check decides.
+    deadline = time.monotonic() + RECHECK_SECONDS
     while time.monotonic() < deadline:
         if status["heartbeat"] != heartbeat:
             return False
@@ -54,7 +54,7 @@ def keeper_hung(run_memory: RunMemory) -> bool:
 
 
 def kill_keeper(run_memory: RunMemory) -> None:
-    """Ends a hung keeper, so that its lock is free."""
+    """Kills a hung keeper, and waits until its lock is free."""
     status = keeper_status(run_memory)
     process = status["process"]
     if process_alive(process, status["started"]):
@@ -63,6 +63,6 @@ def kill_keeper(run_memory: RunMemory) -> None:
     while keeper_alive(run_memory):
         if time.monotonic() > deadline:
             raise HoldfastError(
-                f"the keeper (process {process}) does not end after SIGKILL: the disk of {run_memory.folder} may not answer"
+                f"the keeper (process {process}) does not end after SIGKILL: the disk of {run_memory.folder} may not respond"
             )
         time.sleep(0.02)
