@@ -157,11 +157,12 @@ def _train(start: Start, rank: int) -> None:
 def _wait_for_copy(start: Start, rank: int, snapshots: Any) -> None:
     """Waits until the node's memory is copied to its peer; that it never is, once the ranks have chosen a step, is noted."""
     deadline = time.monotonic() + COPY_LIMIT
-    while snapshots._shipping is not None and not snapshots.page["shipped"]:
+    chosen = snapshots._allocator._shipping
+    while chosen is not None and not snapshots.page["shipped"]:
         if time.monotonic() > deadline:
-            start.note("not copied", start.number, rank, snapshots._shipping)
+            start.note("not copied", start.number, rank, chosen)
             return
-        snapshots._look_after_keeper()
+        snapshots._saves.check_keeper()
         time.sleep(0.01)
     start.note("copied", start.number, rank, snapshots.page["shipped"])
 

@@ -199,6 +199,8 @@ def test_a_keeper_that_ends_again_and_again_is_reported_once_and_given_up(run, m
 
     def failed():
         client.check()
+        log = run_memory.path / "keeper.log"
+        wait_for(lambda: log.stat().st_size, "the keeper to report why it ends")
         return client.has_failed()
 
     wait_for(failed, "the client to give up")
