@@ -2,9 +2,10 @@
 
     from holdfast.snapshot import Snapshots
 
-See `snapshots.py` for the loop and `restore.py` for the choice of the state to continue from. Below them: `memory/` (arenas,
-slots, checksums, the copy), `ranks/` (status pages, collective decisions, stop signals) and `keeper/` (the process that
-outlives the trainer, writes checkpoints and exchanges slots with peer nodes).
+`snapshots.py` is the API of the training loop, `restore.py` chooses the state to continue from, `restore_memory.py` loads it from
+memory, and `saves.py` requests checkpoints. Below them: `memory/` (arenas, slots, checksums, the copy), `ranks/` (claims, status
+pages, collective decisions, stop signals) and `keeper/` (the process that outlives the trainer, writes checkpoints and exchanges
+slots with peer nodes).
 """
 
 from typing import TYPE_CHECKING, Any

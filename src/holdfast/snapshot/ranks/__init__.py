@@ -1,1 +1,1 @@
-"""What the ranks of a run share: one status page per rank, collective decisions, stop signals."""
+"""What the ranks of a run share: claims, one status page per rank, collective decisions, stop signals."""
