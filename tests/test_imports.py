@@ -41,7 +41,7 @@ MAY_SEE["bench"] = ALL - {"demo", "launch"}
 MAX_LINES = 400
 VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 # Class names that several packages use; the package name distinguishes them.
-SHARED_CLASS_NAMES = {"Report", "State"}
+SHARED_CLASS_NAMES = {"State"}
 
 FILES = sorted(ROOT.rglob("*.py"))
 
