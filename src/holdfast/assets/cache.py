@@ -102,5 +102,5 @@ def safe_name(text: str) -> str:
     last = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
     clean = re.sub(r"[^\w.+=@,() -]", "_", last).strip(" ").lstrip(".")
     while len(clean.encode()) > LONGEST_NAME:
-        clean = clean[1:]  # the suffix tells the kind of file
+        clean = clean[1:]  # the suffix names the kind of file
     return clean or "download"

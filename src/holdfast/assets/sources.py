@@ -1,7 +1,7 @@
 """Where bytes come from: http(s), a file, the Hugging Face hub, S3. Each source opens a stream at an offset.
 
 The invariant: a stream that starts at an offset other than 0 continues exactly the file that `ResumePoint` describes; a source
-that cannot guarantee it starts from 0. The exception's type tells what to do: retry after `TransientError`, start from byte
+that cannot guarantee it starts from 0. The exception's type decides what follows: retry after `TransientError`, start from byte
 0 after `NotResumable`, try a mirror after `SourceError`.
 """
 
