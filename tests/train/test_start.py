@@ -122,7 +122,7 @@ def test_ranks_that_outlived_their_supervisor_keep_the_run_folder(prefix, tmp_pa
             parse(command(prefix, "--save", str(save), "--train-iters", "2")[4:]).config, vocab_size_given=True
         )
         with (
-            pytest.raises(HoldfastError, match=f"still trains into it.* holdfast persist {save} --stop"),
+            pytest.raises(HoldfastError, match=f"still writes to it.* holdfast persist {save} --stop"),
             open_run_folder(config),
         ):
             pass

@@ -33,7 +33,7 @@ class FetchOptions:
     cache_dir: Path | None = None
     """Folder that keeps the files."""
     timeout: float | None = None
-    """Seconds until the command gives up, whichever process downloads. Unset: as long as the download makes progress."""
+    """Time limit in seconds, whichever process downloads. Unset: as long as the download makes progress."""
     offline: bool = False
     """Use only what is in the cache. HOLDFAST_OFFLINE=1 does the same."""
     list: bool = False

@@ -147,7 +147,7 @@ class RankBatches(ABC, Generic[B]):
             )
         if consumed_samples + global_batch_size > len(self.samples):
             raise HoldfastError(
-                f"samples {consumed_samples:,} to {consumed_samples + global_batch_size:,} are wanted, but there are only "
+                f"samples {consumed_samples:,} to {consumed_samples + global_batch_size:,} are needed, but there are only "
                 f"{len(self.samples):,}: datasets blended without weights are read once; give weights, or train for less"
             )
         first = consumed_samples + self.rank * self.micro_batch_size

@@ -53,8 +53,8 @@ def demo_command(options: DemoOptions) -> None:
         f"{resumed['step']}, {count_of(resumed['steps_lost'], 'step')} lost, state restored in {resumed['seconds']:.2f} s"
     )
     if not same_weights(undisturbed.folder, killed.folder):
-        raise HoldfastError("the killed run and the undisturbed one ended with different weights: this is a bug")
-    log("                final weights and optimizer state: bit-identical to the undisturbed run")
+        raise HoldfastError("the killed run and the uninterrupted one ended with different weights: this is a bug")
+    log("                final weights and optimizer state: bit-identical to the uninterrupted run")
 
     model = convert(killed.folder, work / "huggingface", to="hf")
     log("6. convert      a Hugging Face folder that transformers loads unchanged")

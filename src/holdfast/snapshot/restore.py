@@ -85,7 +85,7 @@ def restore(context: RestoreContext) -> Resumed:
     if held.candidates or held.unusable:
         raise HoldfastError(
             f"memory holds state of this run that cannot be used ({'; '.join(held.unusable) or 'see the lines above'}), and "
-            f"no checkpoint is on disk. To give it up and start over at step 0, remove {rank_group.run_memory.path}"
+            f"no checkpoint is on disk. To discard it and start over at step 0, remove {rank_group.run_memory.path}"
         )
     if rank_group.rank == 0:
         context.nan_guard.resumed_from(None)

@@ -119,7 +119,7 @@ class Snapshots:
             nodes = {"nodes": rank_group.nodes, "here": rank_group.node_ranks}
             write_json(run_memory.path / "settings.json", {**settings, **nodes})
             for removed in remove_stale(run_memory.path.parent.parent, run_memory):
-                log(f"freed the memory of the run {removed}, which is dead")
+                log(f"freed the memory of the run {removed}, which has ended")
             start_keeper(run_memory)
         rank_group.open_status_pages()
         record_fatal_errors(self.page)
@@ -320,7 +320,7 @@ class Snapshots:
         if copy is None:
             return
         while not copy.done.wait(SLOW_COPY_SECONDS):
-            log(f"still waiting for the snapshot of step {copy.step} to be copied; is the device or the memory stuck?")
+            log(f"still waiting for the snapshot of step {copy.step} to be copied; check the device and the memory")
         if copy.trouble:
             self._report("discarded", copy.step, copy.trouble)
         else:

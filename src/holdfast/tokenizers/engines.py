@@ -125,7 +125,7 @@ def load_sentencepiece(path: str) -> Any:
     try:
         return sentencepiece.SentencePieceProcessor(model_file=path)
     except (OSError, RuntimeError) as error:
-        raise HoldfastError(f"{path} is no SentencePiece model: {str(error).splitlines()[0]}") from error
+        raise HoldfastError(f"{path} is not a SentencePiece model: {str(error).splitlines()[0]}") from error
 
 
 def _optional(package: str) -> Any:

@@ -152,7 +152,7 @@ def _json(path: Path, content: bytes) -> Any:
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise HoldfastError(f"{path} is not JSON ({error}); is it the right file?") from error
+        raise HoldfastError(f"{path} is not JSON ({error}); check that it is the right file") from error
 
 
 def _added_token(content: str, number: int) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> Recipe:
     vocabulary_bytes, merges_bytes = _read(vocab_file), _read(merge_file)
     vocabulary = _json(vocab_file, vocabulary_bytes)
     if not isinstance(vocabulary, dict) or not vocabulary:
-        raise HoldfastError(f"{vocab_file} is no vocab.json of a byte-level BPE: it should map tokens to ids")
+        raise HoldfastError(f"{vocab_file} is not the vocab.json of a byte-level BPE: it must map tokens to ids")
     _check_ids(vocab_file, vocabulary)
     # Left as "a b": 50,000 pairs of strings would take a tenth of a second to make, write and read.
     merges = MERGE.findall(merges_bytes.decode("utf-8", "replace").replace("\r\n", "\n"))
@@ -209,7 +209,7 @@ def _bert(vocab_file: Path, tokenizer_type: str) -> Recipe:
     vocabulary = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
     missing = [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name not in vocabulary]
     if missing:
-        raise HoldfastError(f"{vocab_file} is no BERT vocab.txt: it lacks {', '.join(missing)}")
+        raise HoldfastError(f"{vocab_file} is not a BERT vocab.txt: it lacks {', '.join(missing)}")
     lower = tokenizer_type == "BertWordPieceLowerCase"
     special = {name: vocabulary[name] for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
     definition = {
@@ -276,7 +276,7 @@ def _vocabulary_of(file: Path, definition: Any) -> tuple[dict[str, int], dict[st
         vocabulary = {entry[0]: number for number, entry in enumerate(raw)} if isinstance(raw, list) else dict(raw)
         added = {token["content"]: token["id"] for token in definition.get("added_tokens") or []}
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        raise HoldfastError(f"{file} is no tokenizer.json: it has no model with a vocabulary") from error
+        raise HoldfastError(f"{file} is not a tokenizer.json: it has no model with a vocabulary") from error
     _check_ids(file, {**vocabulary, **added})
     return vocabulary, added
 

@@ -72,7 +72,7 @@ def read_tiktoken(path: str, content: bytes) -> TiktokenVocabulary:
         pattern, special = _NAMED[stem]
         return TiktokenVocabulary(stem, pattern, ranks, special, special["<|endoftext|>"])
     except (ValueError, KeyError, TypeError) as error:
-        raise HoldfastError(f"{path} is no tiktoken vocabulary: {error}") from error
+        raise HoldfastError(f"{path} is not a tiktoken vocabulary: {error}") from error
 
 
 def _megatron(name: str, entries: list[dict[str, Any]]) -> TiktokenVocabulary:

@@ -81,7 +81,7 @@ class _Counted:
     def __iter__(self) -> Iterator[str]:
         for text in self._texts:
             if not self.wanted:
-                raise HoldfastError("nobody waits for this vocabulary any more")
+                raise HoldfastError("the tokenizer training was interrupted")
             self.characters += len(text)
             yield text
 

@@ -170,7 +170,7 @@ class FastBertEngine:
 
         definition = orjson.loads(recipe.definition)
         if recipe.special_tokens and definition.get("post_processor"):
-            raise ValueError("texts with special tokens around them are the reference engine's")
+            raise ValueError("texts with special tokens around them need the reference engine")
         self.name = f"word table over tokenizers {tokenizers.__version__}"
         self._lowercase = bool(definition["normalizer"]["lowercase"])
         self._words = Words(definition["model"])

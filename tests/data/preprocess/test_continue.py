@@ -59,7 +59,7 @@ def test_the_same_call_with_skip_goes_on(tmp_path: Path, small_bpe: TokenizerFil
     assert stopped.returncode == 1 and "a.jsonl:251: bad line" in stopped.stderr
     done = subprocess.run([*words, "--on-bad-line", "skip"], capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
-    assert "going on after" in done.stderr and "1 bad line was left out" in done.stderr
+    assert "continuing after" in done.stderr and "1 bad line was left out" in done.stderr
     assert_like_fresh(source, out, small_bpe, on_bad_line="skip")
     assert (tmp_path / "out.bad.jsonl").read_bytes() == (tmp_path / "fresh.bad.jsonl").read_bytes()
 
@@ -98,7 +98,7 @@ def test_of_several_files_only_the_changed_one_is_read_again(
     sources[3].write_bytes(b"\n".join(prose(100, 3)))
     capfd.readouterr()
     make(sources, tmp_path / "out", small_bpe)
-    assert "going on after 101 documents" in capfd.readouterr().err
+    assert "continuing after 101 documents" in capfd.readouterr().err
     assert_like_fresh(sources, tmp_path / "out", small_bpe)
 
 

@@ -223,7 +223,7 @@ def test_another_dataset_under_the_prefix_is_not_replaced_unasked(tmp_path: Path
         ({"merge_file": None}, UsageError, "needs --merge-file"),
         ({"tokenizer_type": "GPT2"}, UsageError, "perhaps you meant GPT2BPETokenizer"),
         ({"json_keys": ["text", "text"]}, UsageError, "different keys"),
-        ({"workers": 0}, UsageError, "count from 1"),
+        ({"workers": 0}, UsageError, "must be at least 1"),
         ({"partition_index": 0}, UsageError, "--partitions"),
     ],
 )

@@ -100,7 +100,7 @@ def test_what_is_done_is_not_done_again(
     done_before = journal.read_bytes().count(b'"next_unit"')
     done = subprocess.run(command(source, tmp_path / "out", small_bpe), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "going on after" in done.stderr
+    assert "continuing after" in done.stderr
     assert done_before >= 4
     assert pair(tmp_path / "out_text_document") == expected
 
@@ -272,7 +272,7 @@ def test_a_full_disk_is_named_and_what_is_done_stays_done(
     assert done.returncode == 0, done.stderr
     assert "no room left on the disk" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "going on after" in done.stderr
+    assert "continuing after" in done.stderr
     assert (tmp_path / "listing").read_text().split() == ["out.preprocessing"]
     assert pair(results / "out_text_document") == expected
 

@@ -219,7 +219,7 @@ def _accept(result: UnitResult, check: CrossCheck) -> Part:
     if result.part is None:
         if result.disk_full:
             raise HoldfastError(
-                f"no room left on the disk ({result.error}): free some space and call again; what is done is kept"
+                f"no room left on the disk ({result.error}): free some space and run the command again; finished work is kept"
             )
         raise HoldfastError(result.error)
     check.compare(result.samples)

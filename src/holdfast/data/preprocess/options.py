@@ -87,9 +87,9 @@ class PreprocessOptions:
             raise UsageError("--json-keys takes one or more different keys")
         counts = (self.workers, self.partitions, self.log_interval)
         if any(count is not None and count < 1 for count in counts):
-            raise UsageError("--workers, --partitions and --log-interval count from 1")
+            raise UsageError("--workers, --partitions and --log-interval must be at least 1")
         if self.partition_index is not None and self.partitions == 1:
-            raise UsageError("--partition-index belongs to --partitions N")
+            raise UsageError("--partition-index needs --partitions N")
         if self.partitions > 1 and "-" in self.input:
             raise UsageError("standard input cannot be partitioned: --partitions takes files")
         if self.partition_index is not None and not 0 <= self.partition_index < self.partitions:

@@ -27,7 +27,7 @@ class Report:
         total = sum(file.size for file in task.files) // (task.partition.count if task.partition else 1)
         self._bar = self._stack.enter_context(progress("preprocess", total or None))
         if state.next_unit or self._workspace.waiting:
-            log(f"going on after {count_of(state.documents, 'document')} ({self._workspace.folder})")
+            log(f"continuing after {count_of(state.documents, 'document')} ({self._workspace.folder})")
         return self
 
     def __exit__(self, *details: object) -> None:

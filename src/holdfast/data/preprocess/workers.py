@@ -64,7 +64,7 @@ class WorkerProcess:
         try:
             return self.connection.recv()
         except (EOFError, OSError) as error:  # OSError: it was killed in the middle of a message
-            raise HoldfastError(f"{self._cause()}; what is done is kept, call again to go on") from error
+            raise HoldfastError(f"{self._cause()}; finished work is kept; run the command again to continue") from error
 
     def _cause(self) -> str:
         try:

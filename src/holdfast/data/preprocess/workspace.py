@@ -98,7 +98,7 @@ class Workspace:
                     return
             self._unlock()
         raise HoldfastError(
-            f"cannot lock {self.folder}: other processes keep removing it; call again when they are done"
+            f"cannot lock {self.folder}: other processes keep removing it; run the command again when they have ended"
         )
 
     def _take_lease(self) -> None:
@@ -184,7 +184,9 @@ class Workspace:
             return -1  # it already has its final name
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if os.fstat(descriptor).st_size < size:
-            raise HoldfastError(f"{self.folder / name} is shorter than the journal says; start over with --overwrite")
+            raise HoldfastError(
+                f"{self.folder / name} is shorter than the journal records; start over with --overwrite"
+            )
         os.ftruncate(descriptor, size)
         os.lseek(descriptor, 0, os.SEEK_END)
         return descriptor

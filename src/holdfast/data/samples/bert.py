@@ -126,7 +126,7 @@ class BertSamples:
         if not len(documents):
             raise HoldfastError(
                 f"{self.data.prefix}: none of its {self.data.document_count:,} documents is left for the {name} split: "
-                f"change --split, or bring more data"
+                f"change --split, or use more data"
             )
         if (
             self.rules.binary_head

@@ -49,7 +49,7 @@ class GPTSamples:
         if tokens == 0 or (num_samples is None and tokens <= seq_length):
             raise HoldfastError(
                 f"{self.data.prefix}: {tokens:,} tokens in {len(documents):,} of {len(lengths):,} documents are too few for "
-                f"a {name} split with samples of {seq_length} tokens: change --split, or bring more data"
+                f"a {name} split with samples of {seq_length} tokens: change --split, or use more data"
             )
         epochs = plan_epochs(tokens, seq_length, num_samples)
         self.epochs = epochs.count

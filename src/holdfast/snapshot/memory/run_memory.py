@@ -230,7 +230,9 @@ def _lock_file(path: Path, wait: bool) -> int | None:
         os.close(descriptor)
         if time.monotonic() > deadline:
             if wait:
-                raise HoldfastError(f"{path} was locked by another process for {LOCK_SECONDS:.0f} s; is it stopped?")
+                raise HoldfastError(
+                    f"{path} was locked by another process for {LOCK_SECONDS:.0f} s; check whether that process is stopped"
+                )
             return None
         time.sleep(0.01)
 

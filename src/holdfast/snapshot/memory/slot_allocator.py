@@ -284,5 +284,5 @@ def _check_memory(run_memory: RunMemory, arenas: Collection[Sizes], slots: int) 
         raise HoldfastError(
             f"{memory} is too small for the snapshots of this node: two slots need {needed:,} bytes and {free:,} are free. "
             f"Give the container at least {mebibytes} MiB (docker: --shm-size={mebibytes}m, Kubernetes: an emptyDir of medium "
-            f"Memory with sizeLimit {mebibytes}Mi at {memory}), or take snapshots elsewhere"
+            f"Memory with sizeLimit {mebibytes}Mi at {memory}), or choose another --snapshot-dir"
         )

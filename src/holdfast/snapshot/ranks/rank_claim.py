@@ -74,7 +74,7 @@ def _claim_page(rank: int, run_memory: RunMemory) -> tuple[RankStatus, int]:
                 return page, reached
         if time.monotonic() > deadline:
             raise HoldfastError(
-                f"a run called {run_memory.name} with the folder {run_memory.folder} is alive already (process "
+                f"a run called {run_memory.name} with the folder {run_memory.folder} is already running (process "
                 f"{page['process']} is its rank {rank}); end it with `holdfast persist {run_memory.folder} --stop`, or "
                 "choose another name"
             )

@@ -71,7 +71,7 @@ def refuse_live_ranks(folder: Path, memory: str) -> None:
     while live := [page["process"] for page in _run_memory(folder, memory).pages().values() if page.owner_alive()]:
         if time.monotonic() > deadline:
             raise HoldfastError(
-                f"{folder} is in use: process {live[0]} still trains into it. Stop that run first: "
+                f"{folder} is in use: process {live[0]} still writes to it. Stop that run first: "
                 f"holdfast persist {folder} --stop"
             )
         time.sleep(0.1)
