@@ -95,7 +95,7 @@ class HoldfastContender:
         self._losses = [1 + index for index, name in enumerate(terms) if name.endswith("loss")]
         self._passes = ForwardBackward(stages, grid, tied, terms, stage_shapes(config, grid))
         self._norm = GradientNorm(stages, grid, tied.copy)
-        self._optimizer = build_optimizer(stages, config.optimizer)
+        self._optimizer = build_optimizer(stages, config.optimizer, compute_dtype(config))
 
     def step(self, batch: Batch, begin: Begin) -> Tensor:
         begin("data")

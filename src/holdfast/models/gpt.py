@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.config import ModelConfig
 from holdfast.models.dropout import DropoutKeys
+from holdfast.models.fused import norm
 from holdfast.models.layers import Embedding, KeyValueCache, Linear, Shape, TransformerLayer, build_norm, rotary_table
 from holdfast.models.loss import VocabShard, vocabulary_loss
 
@@ -93,7 +94,8 @@ class GPT(nn.Module):
         for index, layer in enumerate(self.decoder.layers.values()):
             x = layer(x, rotary, mask, None if caches is None else caches[index], keys and keys[index])
         if self.is_last:
-            x = self.decoder.final_layernorm(x)
+            fused = x.is_cuda and all(layer.fused for layer in self.decoder.layers.values())
+            x = norm(x, self.decoder.final_layernorm)[1] if fused else self.decoder.final_layernorm(x)
         return x
 
     def forward(

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from holdfast.config import ModelConfig
 from holdfast.models.dropout import Dropout, Keys
+from holdfast.models.fused import fused_layer
 
 
 class Linear(nn.Linear):
@@ -165,8 +166,24 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = build_norm(config)
         self.mlp = MLP(config)
         self.hidden_dropout = Dropout(config.hidden_dropout)
+        self.fused = False
+        """Set from outside where `models/fused.py` computes this layer without a mask or a cache."""
+        self.fp8 = False
+        """Set from outside where the products of a fused layer run in fp8."""
 
     def forward(
+        self,
+        x_BTH: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        keys: Keys | None = None,
+    ) -> Tensor:
+        if self.fused and mask is None and cache is None:
+            return fused_layer(self, x_BTH, rotary)
+        return self.plain(x_BTH, rotary, mask, cache, keys)
+
+    def plain(
         self,
         x_BTH: Tensor,
         rotary: tuple[Tensor, Tensor] | None = None,

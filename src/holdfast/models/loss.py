@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from holdfast import kernels
+from holdfast.models.fused import compute_weight
+
 # Tokens × rows of one chunk of logits. In fp32, one operation at a time: 128 MiB per buffer.
 CHUNK_ELEMENTS = 1 << 25
 # Compiled, there is one buffer in the compute type (1 GiB in bf16), and long products run best.
@@ -63,7 +66,7 @@ class VocabularyLoss(torch.autograd.Function):
         shard: VocabShard,
     ) -> tuple[Tensor, Tensor]:
         tokens, rows = x_NH.shape[0], matrix_VH.shape[0]
-        matrix = matrix_VH.to(x_NH.dtype)
+        matrix = compute_weight(matrix_VH, x_NH.dtype)
         wide = torch.float64 if x_NH.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=wide, device=x_NH.device)
         right = torch.zeros((), dtype=wide, device=x_NH.device)
@@ -84,7 +87,10 @@ class VocabularyLoss(torch.autograd.Function):
                 if dbias is not None:
                     dbias += dlogits.sum(0, dtype=wide)
                 torch.mm(dlogits, matrix, out=dx[part])
-                dmatrix += dlogits.T @ x
+                if dmatrix.dtype == torch.float32 and x.is_cuda and x.dtype != torch.float32:
+                    torch.addmm(dmatrix, dlogits.T, x, out_dtype=torch.float32, out=dmatrix)
+                else:
+                    dmatrix += dlogits.T @ x
         if needs_grad:
             ctx.save_for_backward(dx, dmatrix, dbias)
         ctx.mark_non_differentiable(right)
@@ -135,6 +141,10 @@ def _compiled_chunk_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by compiled kernels. The logits' own memory becomes that of the gradient."""
     local, here = labels - shard.first_row, vocab_size - shard.first_row
+    if shard.reduce_sum is _identity and logits.is_cuda and kernels.available():
+        from holdfast.kernels.cross_entropy import cross_entropy_
+
+        return *cross_entropy_(logits, local, weights, here), logits
     if shard.reduce_sum is _identity:
         loss, hits = _compiled(_whole_chunk)(logits, local, weights, here)
         return loss, hits, logits

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from holdfast.models.fused import can_fuse
 from holdfast.parallel.data import apply_fsdp
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.tensor import apply_tensor_parallel, load_shard, transformer_layers
@@ -35,7 +36,11 @@ def parallelize(
             recompute_in_backward(layer.self_attention if recompute == "selective" else layer)  # type: ignore[arg-type]
     if compiled:
         for layer in transformer_layers(model):
-            layer.compile(dynamic=False)
+            if can_fuse(layer, grid.device, dtype):
+                layer.fused = True
+                layer.plain = torch.compile(layer.plain, dynamic=False)  # used with document masks only
+            else:
+                layer.compile(dynamic=False)
         model.vocab_shard = replace(model.vocab_shard, compiled=True)  # type: ignore[type-var]
     if grid.layout.shard > 1:
         axes = ("replica", "shard") if grid.layout.replica > 1 else ("shard",)

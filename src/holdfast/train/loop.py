@@ -42,7 +42,7 @@ class TrainingRun:
         self.family = family_of(config)
         self.passes = ForwardBackward(self.stages, grid, tied, self.family.terms, stage_shapes(config, grid))
         self.norm = GradientNorm(self.stages, grid, tied.copy)
-        self.optimizer = build_optimizer(self.stages, config.optimizer)
+        self.optimizer = build_optimizer(self.stages, config.optimizer, compute_dtype(config))
         self.loss_scale = build_loss_scale(config.optimizer) if config.train.fp16 else None
         self.batches = batches_of(config, grid.layout.data)
         self.schedule = schedule_of(config, self.batches)

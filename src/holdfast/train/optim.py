@@ -14,16 +14,18 @@ from torch.distributed.tensor import DTensor
 from holdfast.config import OptimizerConfig
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.tensor import is_sharded_over, local
+from holdfast.train.fused_adamw import FusedAdamW
 from holdfast.train.lamb import Lamb
 
 
-def build_optimizer(stages: list[nn.Module], options: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(stages: list[nn.Module], options: OptimizerConfig, compute: torch.dtype) -> torch.optim.Optimizer:
     """AdamW or LAMB over four groups: with and without decay, sharded and plain (fused kernels take one kind at a time)."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for stage in stages:
         for parameter in stage.parameters():
             decays, sharded = parameter.ndim >= 2, isinstance(parameter, DTensor)
             groups.setdefault((decays, sharded), []).append(parameter)
+    every = [parameter for parameters in groups.values() for parameter in parameters]
     described = [
         {"params": parameters, "weight_decay": options.weight_decay if decays else 0.0}
         for (decays, _), parameters in sorted(groups.items())
@@ -31,7 +33,12 @@ def build_optimizer(stages: list[nn.Module], options: OptimizerConfig) -> torch.
     betas = (options.adam_beta1, options.adam_beta2)
     if options.optimizer == "lamb":  # clipping by the global norm, before the step, is LAMB's pre-normalisation
         return Lamb(described, lr=options.lr, betas=betas, eps=options.adam_eps)
-    return torch.optim.AdamW(described, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
+    if not FusedAdamW.takes(every):
+        return torch.optim.AdamW(described, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
+    fused = FusedAdamW(described, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
+    if compute != torch.float32:
+        fused.write_copies(compute)
+    return fused
 
 
 @dataclass

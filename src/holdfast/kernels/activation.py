@@ -1,0 +1,142 @@
+"""GELU and SwiGLU with their gradients; the gradient's column sums, which are the bias gradient, come out of the same pass."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from holdfast.kernels.grid import column_programs, flat_rows
+
+TILE_ROWS, TILE_COLUMNS, WARPS = 8, 512, 4
+
+
+@triton.jit
+def _gelu(x, TANH: tl.constexpr):
+    """(GELU, its derivative). The tanh form is x · sigmoid(2u) with u = √(2/π) (x + 0.044715 x³)."""
+    if TANH:
+        square = x * x
+        s = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
+        value = x * s
+        slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * square)
+    else:
+        s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * s
+        slope = s + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return value, slope
+
+
+@triton.jit
+def _gelu_forward(x, out, amax, count, NOTES: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value, _ = _gelu(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), TANH)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    if NOTES:
+        tl.atomic_max(amax, tl.max(tl.abs(value), 0))
+
+
+@triton.jit
+def _gelu_backward(
+    dout, x, dx, sums, amax, rows, columns,
+    NOTES: tl.constexpr, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
+    total = tl.zeros((R, C), tl.float32)
+    largest = tl.zeros((R, C), tl.float32)
+    for start in range(tl.program_id(1) * R, rows, tl.num_programs(1) * R):
+        row = start + tl.arange(0, R)[:, None]
+        at = row.to(tl.int64) * columns + column
+        inside = (row < rows) & (column < columns)
+        _, slope = _gelu(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), TANH)
+        d = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
+        total += d
+        if NOTES:
+            largest = tl.maximum(largest, tl.abs(d))
+    if NOTES:
+        tl.atomic_max(amax, tl.max(largest))
+    column = tl.program_id(0) * C + tl.arange(0, C)
+    tl.store(sums + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
+
+
+@triton.jit
+def _swiglu_forward(gate, up, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    d = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    tl.store(dgate + at, (d * u * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + at, (d * g * s).to(dup.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _column_sums(x, sums, rows, columns, R: tl.constexpr, C: tl.constexpr):
+    column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
+    total = tl.zeros((R, C), tl.float32)
+    for start in range(tl.program_id(1) * R, rows, tl.num_programs(1) * R):
+        row = start + tl.arange(0, R)[:, None]
+        inside = (row < rows) & (column < columns)
+        total += tl.load(x + row.to(tl.int64) * columns + column, mask=inside, other=0.0).to(tl.float32)
+    column = tl.program_id(0) * C + tl.arange(0, C)
+    tl.store(sums + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
+
+
+BLOCK = 4096
+
+
+def gelu_forward(x: Tensor, tanh: bool, amax: Tensor | None = None) -> Tensor:
+    """GELU; `amax` is raised to its largest absolute value."""
+    out, grid = torch.empty_like(x), (triton.cdiv(x.numel(), BLOCK),)
+    _gelu_forward[grid](x, out, amax, x.numel(), amax is not None, tanh, BLOCK, num_warps=8)
+    return out
+
+
+def gelu_backward(dout: Tensor, x: Tensor, tanh: bool, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gradient of GELU's input, and its column sums; `amax` is raised to its largest absolute value."""
+    dout, flat = flat_rows(dout), flat_rows(x)
+    dx, (rows, columns) = torch.empty_like(flat), flat.shape
+    grid, sums = _tiles(rows, columns, x.device)
+    _gelu_backward[grid](
+        dout, flat, dx, sums, amax, rows, columns, amax is not None, tanh, TILE_ROWS, TILE_COLUMNS, num_warps=WARPS
+    )
+    return dx.view_as(x), sums.sum(0)
+
+
+def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    out = torch.empty_like(gate)
+    _swiglu_forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK, num_warps=8)
+    return out
+
+
+def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    _swiglu_backward[grid](dout.contiguous(), gate, up, dgate, dup, gate.numel(), BLOCK, num_warps=8)
+    return dgate, dup
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """fp32 sums over the tokens."""
+    x = flat_rows(x)
+    grid, sums = _tiles(*x.shape, x.device)
+    _column_sums[grid](x, sums, *x.shape, TILE_ROWS, TILE_COLUMNS, num_warps=WARPS)
+    return sums.sum(0)
+
+
+def _tiles(rows: int, columns: int, device: torch.device) -> tuple[tuple[int, int], Tensor]:
+    """The grid of a kernel that sums columns, and the room for each program's sums."""
+    blocks = triton.cdiv(columns, TILE_COLUMNS)
+    programs = column_programs(triton.cdiv(rows, TILE_ROWS), blocks, 8, device)
+    return (blocks, programs), torch.empty(programs, columns, dtype=torch.float32, device=device)

@@ -1,0 +1,112 @@
+"""AdamW over all parameters in one launch: unscale and clip, decay, moments, the fp32 weight, and its copy in the compute type.
+
+The kernel finds its tensors through a table of addresses, so parameters, gradients and moments stay separate tensors.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 4096, 8
+WORDS = 6
+"""Of a table row: addresses of parameter, gradient, both moments and the copy (0: none), and the number of elements."""
+
+
+@triton.jit
+def _address(row, word, TYPE: tl.constexpr):
+    return tl.multiple_of(tl.load(row + word), 16).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def _update(
+    row, start, size, decay, divisor, corrections, lr, beta1, beta2, eps,
+    COPY: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = start + tl.arange(0, BLOCK)
+    inside = at < size
+    parameter, gradient = _address(row, 0, tl.float32) + at, _address(row, 1, tl.float32) + at
+    first, second = _address(row, 2, tl.float32) + at, _address(row, 3, tl.float32) + at
+    if MASKED:
+        g = tl.load(gradient, mask=inside, other=0.0)
+        p = tl.load(parameter, mask=inside, other=0.0)
+        m = tl.load(first, mask=inside, other=0.0)
+        v = tl.load(second, mask=inside, other=0.0)
+    else:
+        g, p, m, v = tl.load(gradient), tl.load(parameter), tl.load(first), tl.load(second)
+    g /= tl.load(divisor)
+    p *= 1.0 - lr * decay
+    m += (1.0 - beta1) * (g - m)
+    v = v * beta2 + (1.0 - beta2) * g * g
+    p -= lr / tl.load(corrections) * m / (tl.sqrt(v) / tl.sqrt(tl.load(corrections + 1)) + eps)
+    copy = tl.load(row + 4)
+    if MASKED:
+        tl.store(parameter, p, mask=inside)
+        tl.store(first, m, mask=inside)
+        tl.store(second, v, mask=inside)
+        if copy != 0:
+            tl.store(_address(row, 4, COPY) + at, p.to(COPY), mask=inside)
+    else:
+        tl.store(parameter, p)
+        tl.store(first, m)
+        tl.store(second, v)
+        if copy != 0:
+            tl.store(_address(row, 4, COPY) + at, p.to(COPY))
+
+
+@triton.jit
+def _step(
+    table, decays, blocks, divisor, skip, corrections, lr, beta1, beta2, eps, COPY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    if tl.load(skip) != 0:
+        return
+    tensor = tl.load(blocks + 2 * tl.program_id(0))
+    start = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK
+    row = table + tensor * 6
+    size = tl.load(row + 5)
+    # torch aligns its tensors to 64 bytes and more; without a mask a full block loads 16 bytes at a time
+    if start + BLOCK <= size:
+        _update(
+            row, start, size, tl.load(decays + tensor), divisor, corrections, lr, beta1, beta2, eps, COPY, False, BLOCK
+        )
+    else:
+        _update(
+            row, start, size, tl.load(decays + tensor), divisor, corrections, lr, beta1, beta2, eps, COPY, True, BLOCK
+        )
+
+
+def block_map(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """(tensor, block of it) for each program."""
+    pairs = [(tensor, block) for tensor, size in enumerate(sizes) for block in range(-(-size // BLOCK))]
+    return torch.tensor(pairs, dtype=torch.int64).to(device)
+
+
+def address_table(
+    tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]], device: torch.device
+) -> Tensor:
+    """Addresses and sizes of (parameter, gradient, first moment, second moment, copy)."""
+    rows = [[0 if part is None else part.data_ptr() for part in parts] + [parts[0].numel()] for parts in tensors]
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def adamw_step(
+    table: Tensor,
+    decays: Tensor,
+    blocks: Tensor,
+    *,
+    divisor: Tensor,
+    skip: Tensor,
+    corrections: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    copy_dtype: torch.dtype,
+) -> None:
+    """One step of all tensors; none if `skip` is not 0. `divisor` divides gradients; `corrections` are 1 - betaⁿ."""
+    copy = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[copy_dtype]
+    _step[(len(blocks),)](
+        table, decays, blocks, divisor, skip, corrections, lr, *betas, eps, copy, BLOCK, num_warps=WARPS
+    )

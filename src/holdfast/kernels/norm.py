@@ -1,0 +1,145 @@
+"""LayerNorm and RMSNorm with what surrounds them: the sum with a branch and its bias before, both gradients after.
+
+Rows are tokens. The norm's input, its output and their gradients are in the compute type; arithmetic and weight gradients are fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from holdfast.kernels.grid import column_programs, flat_rows, power_of_two, warps_of
+
+TILE, PER_PROCESSOR, WARPS = 2048, 4, 0
+
+
+@triton.jit
+def _forward(
+    x, delta, bias, weight, shift, total, out, mean, scale, amax, columns, eps,
+    NOTES: tl.constexpr, ADDS: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    at = row * columns + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        if BIASED:
+            value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    centre = tl.sum(value, 0) / columns if CENTRED else 0.0
+    value = tl.where(inside, value - centre, 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(value * value, 0) / columns + eps)
+    result = value * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if SHIFTED:
+        result += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    if NOTES:
+        tl.atomic_max(amax, tl.max(tl.abs(result), 0))
+    if CENTRED:
+        tl.store(mean + row, centre)
+    tl.store(scale + row, factor)
+
+
+@triton.jit
+def _backward(
+    dout, dtotal, x, weight, mean, scale, dx, sums, rows, columns,
+    ADDS: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+    dshift = tl.zeros((ROWS, BLOCK), tl.float32)
+    dsum = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(program * ROWS, rows, programs * ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)
+        at = row.to(tl.int64) * columns + column
+        dy = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(scale + row, mask=row < rows, other=0.0)
+        if CENTRED:
+            normed -= tl.load(mean + row, mask=row < rows, other=0.0)
+        normed = tl.where(inside, normed * factor, 0.0)
+        scaled = dy * w
+        d = scaled - normed * (tl.sum(scaled * normed, 1) / columns)[:, None]
+        if CENTRED:
+            d -= (tl.sum(scaled, 1) / columns)[:, None]
+        d *= factor
+        if ADDS:
+            d += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.where(inside, d, 0.0)
+        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
+        dweight += dy * normed
+        dshift += dy
+        dsum += d
+    column = tl.arange(0, BLOCK)
+    at = program * 3 * columns + column
+    tl.store(sums + at, tl.sum(dweight, 0), mask=column < columns)
+    tl.store(sums + at + columns, tl.sum(dshift, 0), mask=column < columns)
+    tl.store(sums + at + 2 * columns, tl.sum(dsum, 0), mask=column < columns)
+
+
+def norm_forward(
+    x: Tensor, weight: Tensor, shift: Tensor | None, eps: float, centred: bool, delta: Tensor | None,
+    bias: Tensor | None, amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(x + delta + bias, its norm, mean and 1/deviation of each row). Without `delta` the first is `x` itself.
+
+    `amax` is raised to the norm's largest absolute value."""
+    x = flat_rows(x)
+    rows, columns = x.shape
+    out, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(scale) if centred else None
+    delta = None if delta is None else flat_rows(delta)
+    block = power_of_two(columns)
+    _forward[(rows,)](
+        x, delta, bias, weight, shift, total, out, mean, scale, amax, columns, eps,
+        amax is not None, delta is not None, bias is not None, shift is not None, centred, block, num_warps=warps_of(block),
+    )  # fmt: skip
+    return total, out, mean, scale
+
+
+def norm_backward(
+    dout: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the norm's input with the one of its other uses, and [3, columns]: the gradients of weight and shift, and the
+    column sums of the first result (the gradient of a bias that was added before)."""
+    dout, total = flat_rows(dout), flat_rows(total)
+    rows, columns = total.shape
+    dx = torch.empty_like(total)
+    dtotal = None if dtotal is None else flat_rows(dtotal)
+    block = power_of_two(columns)
+    tile = max(1, TILE // block)
+    programs = column_programs(triton.cdiv(rows, tile), 1, PER_PROCESSOR, total.device)
+    sums = torch.empty(programs, 3, columns, dtype=torch.float32, device=total.device)
+    _backward[(programs,)](
+        dout, dtotal, total, weight, mean, scale, dx, sums, rows, columns,
+        dtotal is not None, mean is not None, tile, block, num_warps=WARPS if WARPS else warps_of(block),
+    )  # fmt: skip
+    return dx, sums.sum(0)
+
+
+@triton.jit
+def _add_bias(x, branch, bias, out, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    at = row * columns + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def add_bias(x: Tensor, branch: Tensor, bias: Tensor) -> Tensor:
+    """x + branch + bias."""
+    rows, branches = flat_rows(x), flat_rows(branch)
+    out, block = torch.empty_like(rows), power_of_two(rows.shape[1])
+    _add_bias[(len(rows),)](rows, branches, bias, out, rows.shape[1], block, num_warps=warps_of(block))
+    return out.view_as(x)
