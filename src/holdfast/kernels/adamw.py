@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 1024, 4
 WORDS = 6
 """Of a table row: addresses of parameter, gradient, both moments and the copy (0: none), and the number of elements."""
 

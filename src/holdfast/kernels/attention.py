@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holdfast.kernels.grid import column_programs
 
-TILE_ROWS = 32
+TILE_ROWS = 64
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 8192, 8
+BLOCK, WARPS = 4096, 8
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holdfast.kernels.grid import column_programs, flat_rows, power_of_two, warps_of
 
-TILE, PER_PROCESSOR, WARPS = 2048, 4, 0
+PER_PROCESSOR = 8
 
 
 @triton.jit
@@ -115,12 +115,11 @@ def norm_backward(
     dx = torch.empty_like(total)
     dtotal = None if dtotal is None else flat_rows(dtotal)
     block = power_of_two(columns)
-    tile = max(1, TILE // block)
-    programs = column_programs(triton.cdiv(rows, tile), 1, PER_PROCESSOR, total.device)
+    programs = column_programs(rows, 1, PER_PROCESSOR, total.device)
     sums = torch.empty(programs, 3, columns, dtype=torch.float32, device=total.device)
     _backward[(programs,)](
         dout, dtotal, total, weight, mean, scale, dx, sums, rows, columns,
-        dtotal is not None, mean is not None, tile, block, num_warps=WARPS if WARPS else warps_of(block),
+        dtotal is not None, mean is not None, 1, block, num_warps=max(1, block // 1024),
     )  # fmt: skip
     return dx, sums.sum(0)
 

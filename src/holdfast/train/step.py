@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.parallel.data import GradientSum
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding, build_schedule
-from holdfast.parallel.tensor import reduce_partial_gradients
+from holdfast.parallel.tensor import reduce_partial_gradients, transformer_layers
+from holdfast.train.captured_pass import EAGER_PASSES, CapturedPass
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class PassInputs:
         )
 
 
+def can_capture(stages: list[nn.Module], grid: Grid) -> bool:
+    """Whether a pass is one CUDA graph: one stage of fused layers on one GPU, so without collectives and dropout."""
+    layers = [layer for stage in stages for layer in transformer_layers(stage)]
+    return grid.layout.world == 1 and grid.device.type == "cuda" and all(getattr(x, "fused", False) for x in layers)
+
+
 class ForwardBackward:
     """Forward and backward of this rank's stages over the micro batches of a step.
 
@@ -65,6 +72,9 @@ class ForwardBackward:
         self._sum: GradientSum | None = None
         if grid.layout.replica > 1 and grid.layout.shard == 1:
             self._sum = GradientSum(self._parameters, grid.group("replica"))
+        self._captures = can_capture(stages, grid)
+        self._captured: CapturedPass | None = None
+        self._eager_passes = 0
 
     @property
     def has_loss(self) -> bool:
@@ -109,9 +119,30 @@ class ForwardBackward:
         self._means = self._zeros
         if self._grid.layout.pipeline > 1:
             self._pipelined(batch, backward)
+        elif backward and self._captures and len(batch) == 1:
+            self._capture(batch[0])
         else:
             self._plain(batch, backward)
         return self._means if self.has_loss else self._zeros
+
+    def _capture(self, micro: PassInputs) -> None:
+        """One micro batch through the CUDA graph, which is recorded after a few passes without it."""
+        inputs = {"x": micro.x, "weights": self._weights, **micro.keywords(last_stage=True)}
+        if self._eager_passes < EAGER_PASSES or (self._captured and not self._captured.takes(inputs)):
+            self._eager_passes += 1
+            return self._plain([micro], True)
+        self.begin("forward and backward")
+        if self._captured is None:
+            self._captured = CapturedPass(self._traced, self._parameters, inputs)
+        self._means = self._captured.replay(inputs)
+
+    def _traced(self, inputs: dict[str, Tensor]) -> Tensor:
+        """What the graph records."""
+        (model,) = self._stages
+        arguments = dict(inputs)
+        x, self._weights, self._means = arguments.pop("x"), arguments.pop("weights"), self._zeros
+        self._weighted_loss(model(x, **arguments)).backward()
+        return self._means
 
     def _weighted_loss(self, sums: Tensor) -> Tensor:
         """The loss of one micro batch from the model's output; adds its terms to the means."""
