@@ -158,7 +158,10 @@ class TrainConfig:
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """What to recompute in the backward pass to save memory: none, selective (attention) or full (whole layers)."""
     compile: bool | None = None
-    """Compile each layer with torch.compile. Unset: on CUDA only."""
+    """Compile the layers: Triton kernels where they cover the layer, else torch.compile. Unset: on CUDA only."""
+    fp8: bool = False
+    """Compute the layers' matrix products in fp8, except in the first and the last layer. Needs --bf16 and a GPU with fp8 (Ada, Hopper
+    or newer). Weights, optimizer and checkpoints stay as they are."""
     deterministic: bool = False
     """Use deterministic kernels only: a resumed run is bit-identical on CUDA too. On CPU it always is."""
 

@@ -25,7 +25,7 @@ def norm_of(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(("factor", "scale"), [(1.0, 1.0), (1e-4, 1.0), (512.0, 1024.0)])
 def test_clipping_and_stepping_equal_torch_on_unscaled_gradients(factor, scale):
     ours, theirs = model_with_gradients(factor), model_with_gradients(factor / scale)
-    optimizer = build_optimizer([ours], OptimizerConfig(lr=0.1, weight_decay=0.3))
+    optimizer = build_optimizer([ours], OptimizerConfig(lr=0.1, weight_decay=0.3), torch.float32)
     weights = [p for p in theirs.parameters() if p.ndim > 1]
     vectors = [p for p in theirs.parameters() if p.ndim == 1]
     groups = [{"params": vectors, "weight_decay": 0.0}, {"params": weights, "weight_decay": 0.3}]
@@ -41,7 +41,7 @@ def test_clipping_and_stepping_equal_torch_on_unscaled_gradients(factor, scale):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments_nor_the_step_count(kind, bad):
     model = model_with_gradients(1.0)
-    adam = build_optimizer([model], OptimizerConfig(lr=0.1))
+    adam = build_optimizer([model], OptimizerConfig(lr=0.1), torch.float32)
     optimizer = adam if kind == "adam" else Lamb(model.parameters(), lr=0.1)
     clip_and_step(optimizer, norm_of(model), 1.0, 1.0)
     before = [p.detach().clone() for p in model.parameters()]

@@ -1,7 +1,7 @@
-"""Triton kernels for what torch leaves slow on a GPU: one file per operation, each beside the plain torch that it replaces.
+"""Triton kernels for what torch leaves slow on a GPU: one file per operation.
 
-A kernel is used where `models/fused.py` and `train/optim.py` choose it; `reference.py` holds the plain torch that the tests compare
-with. Nothing here knows modules, autograd or ranks. Column sums are accumulated in a fixed order, so results repeat bit for bit.
+`models/fused.py`, `models/loss.py` and `train/fused_adamw.py` use them. Nothing here knows modules, autograd or ranks: a
+function takes and returns tensors. Column sums are accumulated in a fixed order, so that results repeat bit for bit.
 """
 
 import functools

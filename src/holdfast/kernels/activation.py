@@ -130,8 +130,9 @@ def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def column_sums(x: Tensor) -> Tensor:
     """fp32 sums over the tokens."""
     x = flat_rows(x)
-    grid, sums = _tiles(*x.shape, x.device)
-    _column_sums[grid](x, sums, *x.shape, TILE_ROWS, TILE_COLUMNS, num_warps=WARPS)
+    rows, columns = x.shape
+    grid, sums = _tiles(rows, columns, x.device)
+    _column_sums[grid](x, sums, rows, columns, TILE_ROWS, TILE_COLUMNS, num_warps=WARPS)
     return sums.sum(0)
 
 

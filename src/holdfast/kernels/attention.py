@@ -52,7 +52,7 @@ def _gather(
         low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
         if ROTARY:
-            if slot <= QUERIES:  # the inverse of the turn
+            if slot <= QUERIES:
                 angle = batch * batch_stride + token * 2 * HALF + half
                 c = tl.load(cosine + angle, mask=inside, other=0.0).to(tl.float32)
                 s = tl.load(sine + angle, mask=inside, other=0.0).to(tl.float32)

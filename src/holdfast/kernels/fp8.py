@@ -1,7 +1,8 @@
 """fp8 operands for torch's scaled products: one scale per tensor, from the tensor itself (nothing to carry from step to step).
 
-A scaled product wants both operands with the summed dimension contiguous, so a matrix that takes part in a forward product and in a
-gradient is written twice, once transposed. Kernels that produce a matrix can note its largest absolute value on the way (`amax`).
+A scaled product needs both operands with the summed dimension contiguous, so a matrix that takes part in a forward product and
+in a gradient is written twice, once transposed. Kernels that produce
+a matrix can note its largest absolute value on the way (`amax`).
 """
 
 from typing import NamedTuple

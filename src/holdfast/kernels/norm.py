@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm with what surrounds them: the sum with a branch and its bias before, both gradients after.
 
-Rows are tokens. The norm's input, its output and their gradients are in the compute type; arithmetic and weight gradients are fp32.
+Rows are tokens. The norm's input, its output and their gradients are in the compute type, arithmetic and weight gradients in
+fp32.
 """
 
 import torch
@@ -16,7 +17,8 @@ PER_PROCESSOR = 8
 @triton.jit
 def _forward(
     x, delta, bias, weight, shift, total, out, mean, scale, amax, columns, eps,
-    NOTES: tl.constexpr, ADDS: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    NOTES: tl.constexpr, ADDS: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -108,8 +110,8 @@ def norm_forward(
 def norm_backward(
     dout: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the norm's input with the one of its other uses, and [3, columns]: the gradients of weight and shift, and the
-    column sums of the first result (the gradient of a bias that was added before)."""
+    """(dx, sums): the gradient of the norm's input, with the gradient `dtotal` of its other uses added; and [3, columns] with the
+    gradients of weight and shift and the column sums of dx, which are the gradient of a bias added before the norm."""
     dout, total = flat_rows(dout), flat_rows(total)
     rows, columns = total.shape
     dx = torch.empty_like(total)

@@ -1,9 +1,9 @@
-"""A transformer layer's parts as autograd functions over Triton kernels and plain products: what the GPU runs instead of layers.py.
+"""The parts of a transformer layer as autograd functions over Triton kernels: what a GPU runs instead of the plain layer.
 
-The functions compute what `TransformerLayer` computes. They differ in where the bytes go: a branch, its bias, the residual sum and
-the norm after it are one pass, forward and backward; bias gradients are column sums of passes that run anyway; q/k/v gradients land
-in one buffer; weight gradients come out of the product in fp32; weights are read in the compute type from the copy that the
-optimizer writes (`compute_copy`). `can_fuse` is the one place that decides.
+The functions compute what the plain layer computes, with less memory traffic: a branch, its bias, the residual sum and the norm
+after it are one pass, forward and backward; bias gradients are column sums of passes that run anyway; the gradients of q, k and v
+are written into one buffer; products give weight gradients in fp32; weights are read in the compute type from the copy that the
+optimizer writes (`compute_copy`). `can_fuse` decides where they are used.
 
 Shapes: B batch, T tokens, H hidden, C columns of the fused q/k/v projection.
 """
@@ -39,6 +39,12 @@ def can_fuse(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> bool
     return narrow and whole and not recomputed and not dropout and attention.head in (64, 128)
 
 
+def can_use_fp8(layer: nn.Module, device: torch.device) -> bool:
+    """Whether the device multiplies fp8 matrices of this layer's sizes."""
+    sizes = [size for p in layer.parameters() if p.ndim == 2 for size in p.shape]
+    return torch.cuda.get_device_capability(device) >= (8, 9) and all(size % 16 == 0 for size in sizes)
+
+
 def fused_layer(layer: "TransformerLayer", x_BTH: Tensor, rotary: Rotary | None) -> Tensor:
     """The whole layer: attention and MLP, each after its norm and added to the residual stream."""
     attention, mlp, fp8 = layer.self_attention, layer.mlp, layer.fp8
@@ -62,7 +68,9 @@ def norm(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(x + branch + bias, its norm, for fp8 the norm's largest absolute value)."""
     shift, centred = getattr(module, "bias", None), isinstance(module, nn.LayerNorm)
-    return _Norm.apply(x, branch, bias, module.weight, shift, module.eps, centred, fp8)  # type: ignore[no-untyped-call,no-any-return]
+    found: tuple[Tensor, Tensor, Tensor | None]
+    found = _Norm.apply(x, branch, bias, module.weight, shift, module.eps, centred, fp8)  # type: ignore[no-untyped-call]
+    return found
 
 
 def linear(x: Tensor, module: nn.Linear, fp8: bool) -> Tensor:
@@ -98,7 +106,7 @@ def swiglu_mlp(x: Tensor, mlp: "MLP", fp8: bool) -> Tensor:
 
 def add(x: Tensor, branch: Tensor, bias: Tensor | None) -> Tensor:
     """x + branch + bias."""
-    return x + branch if bias is None else _Add.apply(x, branch, bias)  # type: ignore[no-untyped-call,no-any-return]
+    return x + branch if bias is None else _Add.apply(x, branch, bias)  # type: ignore[no-untyped-call]
 
 
 Saved = tuple[Tensor, ...]
@@ -266,7 +274,9 @@ class _Attention(torch.autograd.Function):
         key, value = slots[:, :, :, queries].transpose(1, 2), slots[:, :, :, queries + 1].transpose(1, 2)
         inputs = [part.detach().requires_grad_(any(ctx.needs_input_grad)) for part in (query, key, value)]
         with torch.enable_grad(), sdpa_kernel(ATTENTION, set_priority=True):
-            out = F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=queries > 1)
+            out = F.scaled_dot_product_attention(
+                inputs[0], inputs[1], inputs[2], is_causal=causal, enable_gqa=queries > 1
+            )
         ctx.save_for_backward(weight, *(rotary or ()), *saved)
         ctx.inputs, ctx.out, ctx.shape = inputs, out, x.shape
         ctx.biased, ctx.fp8, ctx.rotated = bias is not None, amax is not None, 0 if rotary is None else 2
@@ -283,6 +293,7 @@ class _Attention(torch.autograd.Function):
         gradients = torch.autograd.grad(ctx.out, ctx.inputs, dout)
         ctx.inputs = ctx.out = None
         amax = _note(dy, ctx.fp8)
-        dqkv, dbias = gather_gradients(*gradients, tuple(rotary) or None, amax)
+        turns = (rotary[0], rotary[1]) if rotary else None
+        dqkv, dbias = gather_gradients(gradients[0], gradients[1], gradients[2], turns, amax)
         dx, dweight = _product_gradients(dqkv, tuple(saved), weight, amax)
         return dx.view(ctx.shape), dweight, dbias if ctx.biased else None, None, None, None, None

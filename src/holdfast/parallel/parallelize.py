@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.models.fused import can_fuse
+from holdfast.models.fused import can_fuse, can_use_fp8
 from holdfast.parallel.data import apply_fsdp
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.tensor import apply_tensor_parallel, load_shard, transformer_layers
@@ -26,6 +26,7 @@ def parallelize(
     sequence_parallel: bool,
     recompute: str,
     compiled: bool,
+    fp8: bool,
     dtype: torch.dtype,
 ) -> None:
     """Shards a model on the meta device for this rank of the grid and initializes its weights."""
@@ -37,8 +38,9 @@ def parallelize(
     if compiled:
         for layer in transformer_layers(model):
             if can_fuse(layer, grid.device, dtype):
-                layer.fused = True
-                layer.plain = torch.compile(layer.plain, dynamic=False)  # used with document masks only
+                layer.fused = True  # type: ignore[assignment]
+                layer.fp8 = fp8 and can_use_fp8(layer, grid.device) and not _at_an_end(model, layer)  # type: ignore[assignment]
+                layer.plain = torch.compile(layer.plain, dynamic=False)  # type: ignore[assignment,arg-type]
             else:
                 layer.compile(dynamic=False)
         model.vocab_shard = replace(model.vocab_shard, compiled=True)  # type: ignore[type-var]
@@ -48,6 +50,13 @@ def parallelize(
     model.to_empty(device=grid.device)
     for name, parameter in model.named_parameters():
         load_shard(parameter, initial(name, parameter.shape))
+
+
+def _at_an_end(model: Any, layer: nn.Module) -> bool:
+    """Whether this is the whole model's first or last layer, whose products are the most sensitive to rounding."""
+    layers = (getattr(model, "decoder", None) or model.encoder).layers
+    ends = ("0", str(model.config.num_layers - 1))
+    return any(number in layers and layers[number] is layer for number in ends)
 
 
 def recompute_in_backward(module: nn.Module) -> None:

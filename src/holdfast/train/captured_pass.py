@@ -1,8 +1,8 @@
 """Forward and backward of one micro batch as a CUDA graph: the host launches one graph instead of some thousand kernels.
 
-The graph reads its inputs from fixed buffers and leaves the gradients at fixed addresses, which become `.grad` after every replay.
-It holds the memory of one micro batch's activations, which the pass needs anyway. Only a pass without collectives and without
-dropout is captured: nothing in it may depend on the host.
+The graph reads its inputs from fixed buffers and writes the gradients to fixed addresses, which become `.grad` after every
+replay. It keeps the memory of one micro batch's activations, which the pass needs anyway. Only a pass without
+collectives and without dropout is captured: nothing in it may depend on the host.
 """
 
 from collections.abc import Callable

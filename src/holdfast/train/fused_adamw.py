@@ -1,6 +1,6 @@
 """AdamW in one kernel launch that also writes the weights' copies in the compute type, so that no step casts them.
 
-The state is that of torch.optim.AdamW (`step`, `exp_avg`, `exp_avg_sq` per parameter): checkpoints do not know which of the two ran.
+The state is that of torch.optim.AdamW (`step`, `exp_avg`, `exp_avg_sq` per parameter), so checkpoints fit both.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ class FusedAdamW(torch.optim.AdamW):
         return plain and kernels.available()
 
     def write_copies(self, dtype: torch.dtype) -> None:
-        """Gives every parameter a copy in the compute type, which each step keeps equal to it. Again after weights were loaded."""
+        """Give every parameter a copy in the compute type; each step keeps it equal to the parameter."""
         for parameter in self._parameters():
             copy = getattr(parameter, "compute_copy", None)
             if copy is None or copy.dtype != dtype:

@@ -20,6 +20,7 @@ from holdfast.parallel.layout import padded_vocab_size, stage_layers
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.parallelize import parallelize
 from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import log
 from holdfast.train.checks.preflight import tokenizer_of
 from holdfast.train.schedule import batches_of
 from holdfast.train.step import PassInputs
@@ -96,9 +97,12 @@ def build_stages(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=config.train.recompute_granularity,
             compiled=compiled,
+            fp8=config.train.fp8,
             dtype=dtype,
         )
         stages.append(stage)
+    if config.train.fp8 and not any(getattr(module, "fp8", False) for stage in stages for module in stage.modules()):
+        log("warning: --fp8 has no effect here: it needs --bf16, a GPU with fp8, no tensor parallelism and no dropout")
     return stages
 
 

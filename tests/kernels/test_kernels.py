@@ -1,0 +1,148 @@
+"""Each kernel computes what plain torch computes in fp32, forward and backward, at sizes that are not multiples of its tiles."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from holdfast.models.layers import rotate
+
+
+def near(found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
+    """Relative error of the whole tensor: of fp32 arithmetic, or of bf16 inputs on the GPU."""
+    limit = tolerance or (1e-2 if found.is_cuda else 1e-5)
+    assert (found.float() - wanted.float()).norm() <= limit * wanted.float().norm().clamp(min=1e-9)
+
+
+def random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.float().detach().clone().requires_grad_()
+
+
+@pytest.mark.parametrize("width", [96, 1024])
+@pytest.mark.parametrize("centred", [True, False])
+def test_norm_of_a_sum_and_both_gradients(device, width, centred):
+    from holdfast.kernels.norm import norm_backward, norm_forward
+
+    x, branch, dtotal, dout = (random(device, 41, width) for _ in range(4))
+    bias, weight, shift = (torch.randn(width, device=device) for _ in range(3))
+    X, BRANCH, BIAS, WEIGHT, SHIFT = leaf(x), leaf(branch), leaf(bias), leaf(weight), leaf(shift)
+    total = X + BRANCH + BIAS
+    normed = F.layer_norm(total, (width,), WEIGHT, SHIFT) if centred else F.rms_norm(total, (width,), WEIGHT, 1e-5)
+    (total * dtotal.float() + normed * dout.float()).sum().backward()
+
+    found_total, found, mean, scale = norm_forward(x, weight, shift if centred else None, 1e-5, centred, branch, bias)
+    dx, (dweight, dshift, dbias) = norm_backward(dout, dtotal, found_total, weight, mean, scale)
+    near(found_total, total)
+    near(found, normed)
+    near(dx, X.grad)
+    near(dweight, WEIGHT.grad)
+    near(dbias, BIAS.grad)
+    if centred:
+        near(dshift, SHIFT.grad)
+
+
+def test_a_branch_and_its_bias_are_added(device):
+    from holdfast.kernels.norm import add_bias
+
+    x, branch, bias = random(device, 5, 96), random(device, 5, 96), torch.randn(96, device=device)
+    near(add_bias(x, branch, bias), x.float() + branch.float() + bias)
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gelu_its_gradient_and_the_bias_gradient(device, approximate):
+    from holdfast.kernels.activation import gelu_backward, gelu_forward
+
+    x, dout = random(device, 37, 600), random(device, 37, 600)
+    X = leaf(x)
+    wanted = F.gelu(X, approximate=approximate)
+    wanted.backward(dout.float())
+    highest, steepest = (torch.zeros((), device=device) for _ in range(2))
+    near(gelu_forward(x, approximate == "tanh", highest), wanted)
+    dx, dbias = gelu_backward(dout, x, approximate == "tanh", steepest)
+    near(dx, X.grad)
+    near(dbias, X.grad.sum(0))
+    near(highest, wanted.abs().max())
+    near(steepest, X.grad.abs().max())
+
+
+def test_swiglu_and_its_gradients(device):
+    from holdfast.kernels.activation import swiglu_backward, swiglu_forward
+
+    gate, up, dout = (random(device, 37, 600) for _ in range(3))
+    GATE, UP = leaf(gate), leaf(up)
+    wanted = F.silu(GATE) * UP
+    wanted.backward(dout.float())
+    near(swiglu_forward(gate, up), wanted)
+    dgate, dup = swiglu_backward(dout, gate, up)
+    near(dgate, GATE.grad)
+    near(dup, UP.grad)
+
+
+def test_column_sums(device):
+    from holdfast.kernels.activation import column_sums
+
+    x = random(device, 77, 600)
+    near(column_sums(x), x.float().sum(0))
+
+
+@pytest.mark.parametrize(("groups", "queries"), [(4, 1), (2, 3)])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_gradients_of_q_k_and_v_in_one_buffer(device, groups, queries, rotary):
+    from holdfast.kernels.attention import gather_gradients, rotate_
+
+    batch, tokens, head = 2, 33, 64
+    qkv = random(device, batch, tokens, groups * (queries + 2) * head)
+    dq = random(device, batch, groups * queries, tokens, head)
+    dk = random(device, batch, tokens, groups, head).transpose(1, 2)
+    dv = random(device, batch, groups, tokens, head)
+    angles = torch.rand(1, 1, tokens, head // 2, device=device).repeat(1, 1, 1, 2)
+    turns = (angles.cos(), angles.sin()) if rotary else None
+    QKV = leaf(qkv)
+    slots = QKV.view(batch, tokens, groups, queries + 2, head)
+    q, k, v = slots[..., :queries, :].flatten(2, 3).transpose(1, 2), *slots[..., queries:, :].permute(3, 0, 2, 1, 4)
+    if turns:
+        q, k = rotate(q, *turns), rotate(k, *turns)
+        turned = qkv.clone()
+        rotate_(turned, queries, head, turns)
+        found = turned.view_as(slots)
+        near(found[..., :queries, :].flatten(2, 3).transpose(1, 2), q)
+        near(found[..., queries, :].transpose(1, 2), k)
+        assert torch.equal(found[..., queries + 1, :], qkv.view_as(slots)[..., queries + 1, :])
+    ((q * dq.float()).sum() + (k * dk.float()).sum() + (v * dv.float()).sum()).backward()
+    dqkv, dbias = gather_gradients(dq, dk, dv, turns)
+    near(dqkv.view_as(qkv), QKV.grad)
+    near(dbias, QKV.grad.flatten(0, 1).sum(0))
+
+
+def test_cross_entropy_over_a_padded_vocabulary(device):
+    from holdfast.kernels.cross_entropy import cross_entropy_
+
+    logits, known = random(device, 21, 320) * 3, 301
+    labels, weights = torch.randint(0, known, (21,), device=device), torch.rand(21, device=device)
+    labels[:4] = logits[:4, :known].argmax(1)
+    labels[4], weights[4] = -1, 0.0  # a token that does not count
+    LOGITS = leaf(logits)
+    wanted = (F.cross_entropy(LOGITS[:, :known], labels.clamp(min=0), reduction="none") * weights).sum()
+    wanted.backward()
+    loss, hits = cross_entropy_(logits, labels, weights, known)
+    near(loss, wanted)
+    near(logits, LOGITS.grad)
+    assert hits == 4
+    assert not logits[:, known:].any()
+
+
+def test_fp8_operands_stand_for_the_matrix_and_its_transpose(device):
+    from holdfast.kernels.fp8 import E4M3, E5M2, largest_of, quantize
+
+    if device.type == "cpu":
+        pytest.skip("Triton's interpreter does not convert to fp8")
+    x = random(device, 96, 160) * 7
+    near(largest_of(x), x.abs().max())
+    for kind, rounding in ((E4M3, 0.04), (E5M2, 0.08)):
+        found = quantize(x, kind)
+        near(found.values.float() * found.scale, x, rounding)
+        assert torch.equal(found.transposed.float(), found.values.float().T)
