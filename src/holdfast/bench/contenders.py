@@ -24,6 +24,7 @@ from holdfast.system.errors import UsageError
 from holdfast.train.model_families import (
     bert_inputs,
     build_stages,
+    compute_dtype,
     family_of,
     gpt_inputs,
     max_predictions,

@@ -24,7 +24,7 @@ from holdfast.parallel.layout import padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.train.metrics import Iteration, Reporter, name_terms
-from holdfast.train.model_families import BatchFeed, build_stages, family_of, stage_shapes
+from holdfast.train.model_families import BatchFeed, build_stages, compute_dtype, family_of, stage_shapes
 from holdfast.train.optim import GradientNorm, HostCopy, build_loss_scale, build_optimizer, clip_and_step
 from holdfast.train.schedule import batches_of, schedule_of
 from holdfast.train.state import Progress, load_checkpoint, open_snapshots

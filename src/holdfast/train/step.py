@@ -131,7 +131,7 @@ class ForwardBackward:
         if self._eager_passes < EAGER_PASSES or (self._captured and not self._captured.takes(inputs)):
             self._eager_passes += 1
             return self._plain([micro], True)
-        self.begin("forward and backward")
+        self.on_phase("forward and backward")
         if self._captured is None:
             self._captured = CapturedPass(self._traced, self._parameters, inputs)
         self._means = self._captured.replay(inputs)
