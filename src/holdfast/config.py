@@ -160,8 +160,7 @@ class TrainConfig:
     compile: bool | None = None
     """Compile the layers: Triton kernels where they cover the layer, else torch.compile. Unset: on CUDA only."""
     fp8: bool = False
-    """Compute the layers' matrix products in fp8, except in the first and the last layer. Needs --bf16 and a GPU with fp8 (Ada, Hopper
-    or newer). Weights, optimizer and checkpoints stay as they are."""
+    """With bf16: matrix products in fp8, except in the first and the last layer. Needs a GPU with fp8 (Ada, Hopper or newer)."""
     deterministic: bool = False
     """Use deterministic kernels only: a resumed run is bit-identical on CUDA too. On CPU it always is."""
 
@@ -321,8 +320,7 @@ def _not_a_section(name: str, value: Any) -> str:
 
 
 def _section_from_table(section: Any, table: Mapping[str, Any], name: str, source: str) -> Any:
-    hints = get_type_hints(section)
-    values = {}
+    hints, values = get_type_hints(section), {}
     for key, value in table.items():
         if key not in hints:
             right = section_of(key)
