@@ -41,13 +41,13 @@ class Kind:
 
 
 KINDS = (
-    Kind("fresh", 8),
-    Kind("resumed", 8, resumed=True),
+    Kind("fresh", 10),
+    Kind("resumed", 10, resumed=True),
     Kind("new interpreter", 2, interpreter=True),
-    Kind("two ranks", 3, world=2),
-    Kind("two ranks resumed", 3, world=2, resumed=True),
-    Kind("two nodes", 3, world=2, nodes=2),
-    Kind("lost node", 3, world=2, nodes=2, resumed=True, lost_node=True),
+    Kind("two ranks", 2, world=2),
+    Kind("two ranks resumed", 2, world=2, resumed=True),
+    Kind("two nodes", 2, world=2, nodes=2),
+    Kind("lost node", 2, world=2, nodes=2, resumed=True, lost_node=True),
 )
 
 

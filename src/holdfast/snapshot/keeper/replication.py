@@ -27,7 +27,7 @@ from holdfast.snapshot.memory.arena import PEER, Arena
 from holdfast.snapshot.memory.ready_slot import ReadySlot, common_steps, find_ready, newest_generation
 from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
 from holdfast.snapshot.memory.slot import NOTHING, READY, WRITING, DamagedError, Sizes, SlotHeader
-from holdfast.system.atomic_files import rename_into_place
+from holdfast.system.atomic_files import remove_temporaries, rename_into_place
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
 
@@ -180,6 +180,7 @@ class Replicator:
         self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`; close alone does not
         self._listener.close()
         node_file(self._run_memory, self._run_memory.node).unlink(missing_ok=True)
+        remove_temporaries(self._identity)  # of a keeper that was killed while it created the key
 
     def _copy_newest(self, peer: str, settings: dict[str, Any]) -> None:
         opened: list[Arena] = []
