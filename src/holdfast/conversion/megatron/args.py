@@ -14,7 +14,7 @@ from holdfast.system.errors import HoldfastError
 TRUE_SIZES = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
 MAX_VOCAB_MULTIPLE = 1 << 20
 """Beyond this a file is forged: padding rows are written one by one."""
-HEADS_UNKNOWN = "the file has no args, and heads cannot be seen in the shapes: give --num-attention-heads"
+HEADS_UNKNOWN = "the file has no args, and the shapes do not show the number of heads: give --num-attention-heads"
 SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "swiglu", "hidden_dropout",
@@ -89,9 +89,7 @@ def architecture_from_shapes(
     stack = "decoder" if model_type == "gpt" else "encoder"
     layers = 1 + max((int(name.split(".")[2]) for name in tensors if name.startswith(f"{stack}.layers.")), default=-1)
     if "embedding.position_embeddings.weight" not in tensors or not layers:
-        raise HoldfastError(
-            "a checkpoint without args and without position embeddings or layers: not a model of that age"
-        )
+        raise HoldfastError("a checkpoint without args must have position embeddings and layers")
     rows, hidden = tensors[WORD_EMBEDDINGS].matrix
     first = tensors.get(f"{stack}.layers.0.mlp.linear_fc1.weight")
     if first is None:

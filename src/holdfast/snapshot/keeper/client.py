@@ -135,7 +135,7 @@ class KeeperClient:
 
     def _report(self, problem: str) -> None:
         if self._problem is None:
-            log(f"warning: {problem}. Nothing is saved to disk until it runs; training goes on")
+            log(f"warning: {problem}. Nothing is saved to disk until it runs; training continues")
         self._problem = problem
 
     def expect_save(self) -> None:
