@@ -155,16 +155,23 @@ def _train(start: Start, rank: int) -> None:
 
 
 def _wait_for_copy(start: Start, rank: int, snapshots: Any) -> None:
-    """Waits until the node's memory is copied to its peer; that it never is, once the ranks have chosen a step, is noted."""
+    """Waits until every node's memory is copied to its peer; that it never is, once the ranks have chosen a step, is noted.
+
+    All ranks wait together: one that went on would wait for the others in a collective, and not replace its keeper."""
+    import torch
+    import torch.distributed as dist
+
     deadline = time.monotonic() + COPY_LIMIT
     chosen = snapshots._allocator._shipping
-    while chosen is not None and not snapshots.page["shipped"]:
-        if time.monotonic() > deadline:
-            start.note("not copied", start.number, rank, chosen)
-            return
+    while True:
+        copied, late = chosen is None or snapshots.page["shipped"] > 0, time.monotonic() > deadline
+        everywhere = torch.tensor([int(copied), -int(late)])
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        if everywhere[0] or everywhere[1]:
+            break
         snapshots._saves.check_keeper()
         time.sleep(0.01)
-    start.note("copied", start.number, rank, snapshots.page["shipped"])
+    start.note("copied" if copied else "not copied", start.number, rank, snapshots.page["shipped"])
 
 
 def _fork_keeper(start: Start, role: str, path: str, named: dict[str, Any]) -> Any:
