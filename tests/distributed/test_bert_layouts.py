@@ -57,7 +57,7 @@ def tiny_bert(corpus: tuple[Path, Path], save: Path, **model: object) -> Config:
 
 
 @pytest.fixture(scope="module")
-def alone(corpus, tmp_path_factory):
+def single_process(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     variants = ("megatron", "original")
     return {
@@ -75,27 +75,27 @@ def assert_same_curves(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("variant", ["megatron", "original"])
-def test_metrics_hold_both_tasks_and_their_sum(alone, variant):
-    for record in alone[variant]:
+def test_metrics_hold_both_tasks_and_their_sum(single_process, variant):
+    for record in single_process[variant]:
         assert record["loss"] == pytest.approx(record["mlm_loss"] + record["nsp_loss"])
         assert 0 <= record["mlm_accuracy"] <= 1 and record["nsp_accuracy"] * 8 == pytest.approx(
             round(record["nsp_accuracy"] * 8)
         )
         assert record["sequences_per_s"] * 32 == pytest.approx(record["tokens_per_s"])
-    assert "validation_mlm_accuracy" in alone[variant][2]
+    assert "validation_mlm_accuracy" in single_process[variant][2]
 
 
 @pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["dp2", "tp2-sequence-pp2"]))
-def test_curves_are_those_of_one_process(layout, alone, corpus, tmp_path):
+def test_curves_are_those_of_one_process(layout, single_process, corpus, tmp_path):
     world, parallel = LAYOUTS[layout]
-    assert_same_curves(train_on(world, tiny_bert(corpus, tmp_path / "run"), parallel), alone["megatron"])
+    assert_same_curves(train_on(world, tiny_bert(corpus, tmp_path / "run"), parallel), single_process["megatron"])
 
 
 @pytest.mark.parametrize("layout", mostly_slow(["tp2-sequence-pp2", "fsdp2"], ["fsdp2"]))
-def test_the_original_form_is_cut_as_well(layout, alone, corpus, tmp_path):
+def test_curves_of_the_original_variant_are_those_of_one_process(layout, single_process, corpus, tmp_path):
     world, parallel = LAYOUTS[layout]
     config = tiny_bert(corpus, tmp_path / "run", bert_variant="original")
-    assert_same_curves(train_on(world, config, parallel), alone["original"])
+    assert_same_curves(train_on(world, config, parallel), single_process["original"])
 
 
 def test_without_the_binary_head_only_masked_tokens_are_trained(corpus, tmp_path):

@@ -94,10 +94,10 @@ def test_a_killed_rank_costs_at_most_one_step_and_changes_nothing(prefix, undist
         victims = ranks_of(save)
         assert len(victims) == 2, victims
         os.kill(random.choice(victims), signal.SIGKILL)
-        _, said = process.communicate(timeout=300)
+        _, stderr = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode == 0, said
+    assert process.returncode == 0, stderr
     events = list(read_journal(save / "events.jsonl"))
     failures = [event for event in events if event["event"] == "failure"]
     assert [event["cause"] for event in failures if event["kind"] == "exit"] == ["killed by SIGKILL"], failures
@@ -106,8 +106,8 @@ def test_a_killed_rank_costs_at_most_one_step_and_changes_nothing(prefix, undist
     assert_same_state(final_state(save), undisturbed)
     assert ranks_of(save) == []
     assert {record["iteration"] for record in read_journal(save / "metrics.jsonl")} == set(range(1, 61))
-    notes = [line for line in said.splitlines() if "] iteration " not in line]
-    assert "gloo" not in said and len(notes) <= 14, notes
+    notes = [line for line in stderr.splitlines() if "] iteration " not in line]
+    assert "gloo" not in stderr and len(notes) <= 14, notes
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_a_signal_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undi
     try:
         wait_for_step(save, 10, process)
         process.send_signal(number)
-        _, said = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == code, said
-    assert "Traceback" not in said
+    assert process.returncode == code, stderr
+    assert "Traceback" not in stderr
     train(prefix, save, 60)
     assert_same_state(final_state(save), undisturbed)
 
@@ -137,10 +137,10 @@ def test_a_trigger_file_stops_the_run_once(prefix, undisturbed, tmp_path, trigge
     try:
         wait_for_step(save, 10, process)
         (save / trigger).touch()
-        _, said = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 0, said
+    assert process.returncode == 0, stderr
     assert not (save / trigger).exists()
     with open_checkpoint(save) as checkpoint:
         assert 10 <= checkpoint.step < 60

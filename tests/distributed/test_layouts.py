@@ -73,7 +73,7 @@ def prefix(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(prefix, tmp_path_factory):
+def single_process(prefix, tmp_path_factory):
     """The run on one process that every layout is compared with."""
     return train_on(1, tiny(prefix, tmp_path_factory.mktemp("alone") / "run"), ParallelConfig())
 
@@ -87,15 +87,15 @@ def assert_same_curve(found, expected, tolerance=1e-5):
                 assert ours[key] == pytest.approx(theirs[key], rel=tolerance), (key, theirs["iteration"])
 
 
-def test_the_run_learns(alone):
-    assert alone[0]["loss"] > 4.0
-    assert alone[-1]["loss"] < alone[0]["loss"] - 0.2
+def test_the_run_learns(single_process):
+    assert single_process[0]["loss"] > 4.0
+    assert single_process[-1]["loss"] < single_process[0]["loss"] - 0.2
 
 
 @pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["dp2", "fsdp2", "pp2-interleaved"]))
-def test_losses_and_norms_are_those_of_one_process(layout, alone, prefix, tmp_path):
+def test_losses_and_norms_are_those_of_one_process(layout, single_process, prefix, tmp_path):
     world, parallel = LAYOUTS[layout]
-    assert_same_curve(train_on(world, tiny(prefix, tmp_path / "run"), parallel), alone)
+    assert_same_curve(train_on(world, tiny(prefix, tmp_path / "run"), parallel), single_process)
 
 
 def test_llama_options_in_two_layouts_at_once(prefix, tmp_path):
@@ -105,4 +105,4 @@ def test_llama_options_in_two_layouts_at_once(prefix, tmp_path):
     )  # fmt: skip
     expected = train_on(1, tiny(prefix, tmp_path / "alone", **options), ParallelConfig())
     parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)
-    assert_same_curve(train_on(4, tiny(prefix, tmp_path / "cut", **options), parallel), expected)
+    assert_same_curve(train_on(4, tiny(prefix, tmp_path / "parallel", **options), parallel), expected)

@@ -31,7 +31,7 @@ def prefix(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(prefix, tmp_path_factory):
+def single_process(prefix, tmp_path_factory):
     return train_on(1, tiny(prefix, tmp_path_factory.mktemp("alone") / "run"), ParallelConfig())
 
 
@@ -78,19 +78,19 @@ def test_a_tensor_parallel_rank_of_the_345m_model_never_holds_more_than_its_shar
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
-def test_recomputed_activations_change_nothing(granularity, prefix, alone, tmp_path):
+def test_recomputed_activations_change_nothing(granularity, prefix, single_process, tmp_path):
     config = tiny(prefix, tmp_path / "run")
     config = replace(config, train=replace(config.train, recompute_granularity=granularity))
-    assert_same_curve(train_on(1, config, ParallelConfig()), alone, tolerance=1e-6)
+    assert_same_curve(train_on(1, config, ParallelConfig()), single_process, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_follows_the_fp32_curve(precision, prefix, alone, tmp_path):
+def test_half_precision_follows_the_fp32_curve(precision, prefix, single_process, tmp_path):
     config = tiny(prefix, tmp_path / "run")
     train = replace(config.train, bf16=precision == "bf16", fp16=precision == "fp16")
     config = replace(config, train=train, optimizer=replace(config.optimizer, initial_loss_scale=1024.0))
     found = train_on(2, config, ParallelConfig())
-    for ours, exact in zip(found, alone, strict=True):
+    for ours, exact in zip(found, single_process, strict=True):
         assert ours["loss"] == pytest.approx(exact["loss"], rel=2e-2), exact["iteration"]
     assert ("loss_scale" in found[-1]) == (precision == "fp16")
 

@@ -35,18 +35,18 @@ def refusal(*flags: str) -> str:
 
 
 def test_every_layout_problem_is_named_at_once(prefix):
-    said = refusal("--data-path", str(prefix), "--num-attention-heads", "5", "--max-position-embeddings", "8",
+    error = refusal("--data-path", str(prefix), "--num-attention-heads", "5", "--max-position-embeddings", "8",
                    "--micro-batch-size", "2", "--global-batch-size", "3")  # fmt: skip
-    assert "hidden_size 32 is not divisible by num_attention_heads 5" in said
-    assert "seq_length 16 is longer than max_position_embeddings 8" in said
-    assert "global_batch_size 3 is not divisible by micro_batch_size 2" in said
+    assert "hidden_size 32 is not divisible by num_attention_heads 5" in error
+    assert "seq_length 16 is longer than max_position_embeddings 8" in error
+    assert "global_batch_size 3 is not divisible by micro_batch_size 2" in error
 
 
 def test_keys_that_apply_to_gpt_only_are_refused_for_bert(prefix):
     bert = ("--model-type", "bert", "--data-path", str(prefix))
-    said = refusal(*bert, "--position-embedding-type", "rope", "--reset-position-ids", "--masked-lm-prob", "0")
-    assert "BERT has learned positions" in said and "reset_position_ids applies to GPT" in said
-    assert "masked_lm_prob 0.0 is not a fraction" in said
+    error = refusal(*bert, "--position-embedding-type", "rope", "--reset-position-ids", "--masked-lm-prob", "0")
+    assert "BERT has learned positions" in error and "reset_position_ids applies to GPT" in error
+    assert "masked_lm_prob 0.0 is not a fraction" in error
     assert "give vocab_file" in refusal(*bert)
 
 
@@ -59,8 +59,8 @@ def test_data_that_is_missing_damaged_or_of_another_vocabulary(prefix, tmp_path)
     builder = IndexedDatasetBuilder(tmp_path / "foreign", np.uint16)
     builder.add_document([1, 2, VOCABULARY])
     builder.finalize()
-    said = refusal("--data-path", str(tmp_path / "foreign"))
-    assert str(VOCABULARY) in said and "foreign" in said
+    error = refusal("--data-path", str(tmp_path / "foreign"))
+    assert str(VOCABULARY) in error and "foreign" in error
 
 
 def test_a_folder_that_belongs_to_another_run_is_left_alone(prefix, tmp_path):
@@ -68,8 +68,8 @@ def test_a_folder_that_belongs_to_another_run_is_left_alone(prefix, tmp_path):
     command = [sys.executable, "-m", "holdfast.cli", "train", *TINY, "--data-path", str(prefix), "--save", str(save)]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
     before = {path: path.read_bytes() for path in save.rglob("*") if path.is_file()}
-    said = refusal("--data-path", str(prefix), "--save", str(save), "--num-layers", "3", "--seed", "5")
-    assert "holds another run" in said and "num_layers was 2 and is 3" in said and "seed was 1234 and is 5" in said
+    error = refusal("--data-path", str(prefix), "--save", str(save), "--num-layers", "3", "--seed", "5")
+    assert "holds another run" in error and "num_layers was 2 and is 3" in error and "seed was 1234 and is 5" in error
     assert {path: path.read_bytes() for path in save.rglob("*") if path.is_file()} == before
 
 
@@ -83,8 +83,8 @@ def test_presets_resolve_and_describe_themselves(preset):
 
         config = replace(config, model=replace(config.model, vocab_size=4096))
     config, layout = resolve(config)
-    said = describe(config, layout)
-    assert f"{layout.world:,} rank" in said and "tokens per step" in said
+    description = describe(config, layout)
+    assert f"{layout.world:,} rank" in description and "tokens per step" in description
 
 
 def test_the_dry_run_of_a_large_layout_counts_as_published():

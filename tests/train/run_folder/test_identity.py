@@ -77,7 +77,7 @@ def open_folder(config: Config) -> Config:
 
 
 def make_step(run: Path) -> None:
-    """What tells a run that has done a step from a start that failed."""
+    """Leaves the file that marks a run that has done a step."""
     (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
 
 
@@ -212,11 +212,11 @@ def test_data_that_another_tokenizer_made_is_refused(work, capsys):
     config, _ = resolve(with_tokenizer(configuration(work), work / "larger"))
     with pytest.raises(HoldfastError) as caught:
         check_data(config)
-    said = str(caught.value)
+    error = str(caught.value)
     for name in ("tokenizer", "larger"):
         digest = read_recipe("GPT2BPETokenizer", work / name / "vocab.json", work / name / "merges.txt").digest
-        assert digest[:12] in said
-    assert "300 tokens" in said and "320 tokens" in said and "--force" in said
+        assert digest[:12] in error
+    assert "300 tokens" in error and "320 tokens" in error and "--force" in error
     check_data(config, force=True)
     assert "warning" in capsys.readouterr().err
     (work / "corpus.json").unlink()

@@ -1,4 +1,4 @@
-"""The story of a BERT run: four ranks, stopped by `error.txt`, on with four, two or three, a rank killed on the way.
+"""A whole BERT run: four ranks, stopped by `error.txt`, continued with four, two or three, with one rank killed.
 
 LAMB, fp16 with its loss scale: what the run's end depends on is all in what it left behind.
 """
@@ -52,10 +52,10 @@ def stop_by_file(corpus: tuple[Path, Path], save: Path, *more: str) -> int:
     try:
         wait_for_step(save, 5, process)
         (save / "error.txt").touch()
-        _, said = process.communicate(timeout=300)
+        _, stderr = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode == 0, said
+    assert process.returncode == 0, stderr
     assert not (save / "error.txt").exists()
     with open_checkpoint(save) as checkpoint:
         assert 5 <= checkpoint.step < STEPS
@@ -73,10 +73,10 @@ def train_and_kill_a_rank(corpus: tuple[Path, Path], save: Path, after: int, *mo
         victims = ranks_of(save)
         assert len(victims) == 4, victims
         os.kill(random.choice(victims), signal.SIGKILL)
-        _, said = process.communicate(timeout=300)
+        _, stderr = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode == 0, said
+    assert process.returncode == 0, stderr
     resumed = [event for event in read_journal(save / "events.jsonl") if event["event"] == "resumed"]
     assert resumed[-1]["source"] == "memory" and resumed[-1]["steps_lost"] <= 1
 
@@ -90,9 +90,9 @@ def test_stopped_by_error_txt_the_run_goes_on_with_four_two_or_three_ranks(corpu
         train(corpus, tmp_path / f"on-{ranks}", ranks)
         assert_close(losses(tmp_path / f"on-{ranks}"), losses(whole))
     train_and_kill_a_rank(corpus, stopped, step + 2)
-    told, expected = losses(stopped), losses(whole)
-    assert told == {step: expected[step] for step in told} and STEPS in told
-    assert len(told) >= STEPS - 1  # the step that was done and not yet told when the rank was killed
+    logged, expected = losses(stopped), losses(whole)
+    assert logged == {step: expected[step] for step in logged} and STEPS in logged
+    assert len(logged) >= STEPS - 1  # without the step that was done but not logged when the rank was killed
     assert_same_state(final_state(stopped), final_state(whole))
 
 
