@@ -195,7 +195,7 @@ def test_a_stopped_holder_that_continues_while_its_successor_downloads_gives_up(
 def leave_behind(
     folder: Path, url: str, count: int, holder: ProcessIdentity, durable: int = 0, released: bool = False
 ) -> None:
-    """What a holder leaves that wrote `count` bytes and then was heard of no more."""
+    """What a holder leaves that wrote `count` bytes and then stopped its heartbeat."""
     folder.mkdir(parents=True)
     about = DownloadState(url, '"v1"', len(CONTENT), "vocab.json", durable=durable)
     (folder / ".dead.part").write_bytes(CONTENT[:count])

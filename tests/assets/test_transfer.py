@@ -84,7 +84,7 @@ def test_a_server_without_ranges_that_breaks_is_asked_for_the_whole_again_and_no
     assert [path.name for path in files_in(cache)] == ["file"]
 
 
-def test_a_file_that_changes_between_two_pieces_is_fetched_anew(server):
+def test_a_file_that_changes_between_two_pieces_is_fetched_again(server):
     new = some_bytes(900_000, seed=7)
 
     def change(handler, page):

@@ -38,7 +38,7 @@ def test_no_direction_needs_torch(tmp_path):
     assert_same(tmp_path / "back", spec, truth)
 
 
-def test_json_tells_what_was_done(tmp_path, capsys):
+def test_json_describes_the_conversion(tmp_path, capsys):
     from holdfast.cli import run
 
     spec = Spec()
@@ -48,7 +48,7 @@ def test_json_tells_what_was_done(tmp_path, capsys):
     assert report["destination"] == str(tmp_path / "hf") and report["tensors"] == 52 and report["verification"]["exact"]
 
 
-def test_wrong_wishes_are_refused_before_anything_is_written(tmp_path):
+def test_wrong_options_are_refused_before_anything_is_written(tmp_path):
     spec = Spec()
     source = write_megatron(tmp_path / "source", spec, make_truth(spec, spec.padded(1)), 3.0)
     for options, error in (

@@ -85,7 +85,7 @@ def test_a_wrong_target_is_noticed(tmp_path):
 
 
 def test_a_wrong_function_is_noticed_by_the_logits(tmp_path):
-    """Bits right, configuration wrong: only the logits can tell."""
+    """Bits right, configuration wrong: only the logits differ."""
     spec = Spec(dtype=torch.float32)
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), 3.0, orig_vocab_size=spec.vocab)
     for number, (name, old, new) in enumerate(

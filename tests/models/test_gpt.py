@@ -171,7 +171,7 @@ def test_padded_tokens_are_never_predicted_and_get_no_gradient():
     assert not ours.embedding.word_embeddings.weight.grad[VOCABULARY:].any()
 
 
-def test_attention_does_not_cross_documents_when_told_so():
+def test_attention_does_not_cross_documents_on_request():
     ours, _, _ = gpt2_pair("gelu")
     tokens = torch.randint(0, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(3))
     documents = torch.tensor([[0] * 5 + [1] * 7])

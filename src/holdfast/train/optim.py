@@ -125,7 +125,7 @@ class HostCopy:
 def clip_and_step(optimizer: torch.optim.Optimizer, norm: Tensor, clip: float, scale: float) -> None:
     """One step with gradient / scale, clipped to a norm of `clip`; nothing changes if the norm is not finite.
 
-    AdamW's fused kernels divide and decide on the device, so that nobody waits for the norm. Other optimizers need to know it.
+    AdamW's fused kernels divide and decide on the device: the host does not wait for the norm. Other optimizers need its value.
     """
     divisor = torch.full_like(norm, scale)
     if clip > 0:

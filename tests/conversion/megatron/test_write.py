@@ -66,7 +66,7 @@ def test_a_llama_type_model_goes_there_and_back(tmp_path):
         assert_same_ranks(convert(middle, place / "back", to="megatron", **options), source)
 
 
-def test_a_checkpoint_is_cut_anew_without_a_detour(tmp_path):
+def test_a_checkpoint_is_resharded_in_one_step(tmp_path):
     """Version 0, TP 4 × PP 2, straight to TP 2: as if the generator had written TP 2 from the same truth."""
     spec = Spec(vocab=96, multiple=8)  # no padding in any layout, so that the truth is one
     truth = make_truth(spec, 96)

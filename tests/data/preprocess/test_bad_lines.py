@@ -88,7 +88,7 @@ def test_all_kinds_are_skipped_counted_and_listed(
 
 
 @pytest.mark.parametrize(("policy", "code"), [("fail", 1), ("skip", 3)])
-def test_the_exit_code_tells_of_bad_lines(tmp_path: Path, small_bpe: TokenizerFiles, policy: str, code: int) -> None:
+def test_the_exit_code_reports_bad_lines(tmp_path: Path, small_bpe: TokenizerFiles, policy: str, code: int) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n{"text": 1}\n')
     command = [sys.executable, "-m", "holdfast.cli", "preprocess", "--input", str(tmp_path / "a.jsonl")]
     command += ["--output-prefix", str(tmp_path / "out"), "--on-bad-line", policy, *small_bpe.flags()]

@@ -176,7 +176,7 @@ def test_empty_sequences_are_passed_over(tmp_path: Path) -> None:
             np.testing.assert_array_equal(samples[number], line[position * 6 : position * 6 + 7])
 
 
-def test_index_is_kept_beside_the_data_and_made_anew_for_new_data(tmp_path: Path) -> None:
+def test_index_is_kept_beside_the_data_and_built_again_for_new_data(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "corpus", [20] * 10, seed=1)
     first = GPTSamples(data, num_samples=30, seq_length=8, seed=1)
     (folder,) = (tmp_path / "corpus.index").iterdir()

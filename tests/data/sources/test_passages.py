@@ -51,7 +51,7 @@ def test_passage_that_is_not_utf8_is_bad_and_the_others_are_not(tmp_path: Path) 
     assert [(line.line, line.offset) for line in bad] == [(3, 15)]
 
 
-def test_preprocess_takes_passages_only_when_told(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+def test_preprocess_takes_passages_only_on_request(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
     path = tmp_path / "passages.txt"
     path.write_text(TEXT)
     arguments = {**small_bpe.arguments(), "workers": 1}

@@ -61,7 +61,7 @@ def xz(content: bytes) -> bytes:
 
 
 def odd_frame(content: bytes) -> bytes:
-    """A skippable frame, then a frame that does not tell its size and ends with a checksum."""
+    """A skippable frame, then a frame without its size and ends with a checksum."""
     compressor = zstandard.ZstdCompressor(write_checksum=True, write_content_size=False)
     return b"\x50\x2a\x4d\x18\x04\0\0\0skip" + compressor.compress(content)
 

@@ -220,7 +220,7 @@ _os_open, _os_write = os.open, os.write
 
 
 def note(path: Path, *fields: object) -> None:
-    """Appends one line past the layer, whole whoever else appends."""
+    """Appends one line past the layer, whole even when others append at the same time."""
     line = "\t".join(str(one).replace("\n", " | ") for one in fields)
     descriptor = _os_open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     _os_write(descriptor, line.encode() + b"\n")

@@ -57,10 +57,10 @@ def stop_everything(run, launched):
 def test_pairs_are_disjoint_and_everybody_has_a_peer():
     for count in range(2, 12):
         nodes = [f"n{i}" for i in range(count)]
-        partners = {node: replication.peer_of(nodes, node) for node in nodes}
-        assert all(partner and partner != node for node, partner in partners.items())
-        assert len(set(partners.values())) == count, "nobody holds copies for two"
-        together = sum(partners[partner] == node for node, partner in partners.items())
+        peers = {node: replication.peer_of(nodes, node) for node in nodes}
+        assert all(peer and peer != node for node, peer in peers.items())
+        assert len(set(peers.values())) == count, "no node holds copies for two"
+        together = sum(peers[peer] == node for node, peer in peers.items())
         assert together == (count if count % 2 == 0 else count - 3)
     assert replication.peer_of(["a", "a"], "a") is None
 
@@ -199,8 +199,8 @@ def test_a_keeper_that_is_just_starting_is_waited_for(pair):
     launched = launch(pair)
     here, there = places(pair)
     known = wait_for(lambda: read_json(replication.node_file(here, here.node)), "a keeper")
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        port = nobody.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
     write_json(replication.node_file(here, here.node), {**known, "port": port})
     threading.Timer(1.0, write_json, [replication.node_file(here, here.node), known]).start()
     with replication.connect(there, here.node, wait_seconds=60.0) as channel:

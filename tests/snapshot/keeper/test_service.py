@@ -137,7 +137,9 @@ def test_no_room_on_disk_keeps_training_and_memory_and_is_tried_again(disk, run,
     wait_for(lambda: steps_on_disk(run), "the save to be written after all")
     assert launched.wait(run)
     refusals = run.events("refused")
-    assert refusals and "no room left on the disk" in refusals[0]["reason"], "told as soon as there was room for a line"
+    assert refusals and "no room left on the disk" in refusals[0]["reason"], (
+        "logged as soon as there was room for a line"
+    )
     assert {end["hash"] for end in run.trace("ended")} == {oracle(run)[30]}
 
 
@@ -237,7 +239,7 @@ def test_stale_memory_is_freed_and_never_loaded(run, check):
     stale.make()
     record = read_json(stale.path / "run.json")
     write_json(stale.path / "run.json", {**record, "boot": "another boot"})
-    foreign = run.memory / f"holdfast-{os.getuid()}" / "somebody-elses"
+    foreign = run.memory / f"holdfast-{os.getuid()}" / "other-user"
     foreign.mkdir()
     (foreign / "precious").write_text("not ours")
     launched = launch(run)

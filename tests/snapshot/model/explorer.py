@@ -2,7 +2,7 @@
 
 A model is an initial state (hashable), a function that yields (label, next state), an invariant that returns a message for a bad
 state, and optionally a goal. The goal must stay reachable from every state by actions alone: faults, whose labels begin with
-"!", do not count towards it, since nobody may rely on a crash to make progress.
+"!", do not count towards it, since no rank may rely on a crash to make progress.
 """
 
 from collections import deque

@@ -43,7 +43,7 @@ class Rank(NamedTuple):
     committed: int | None = None
     candidates: tuple[int, ...] = ()
     phase: str = "trains"
-    """Or `hears` (several nodes: waits for the exchange), or `begins` (has looked at the others, has chosen no slot yet)."""
+    """Or `exchanges` (several nodes: waits for the exchange), or `begins` (has looked at the others, has chosen no slot yet)."""
     announced: tuple[int, ...] = ()
     """Several nodes: what its last two commits announced."""
     commits: int = 0
@@ -128,7 +128,7 @@ def common(ranks: tuple[Rank, ...]) -> set[int]:
     return set.intersection(*(rank.held for rank in ranks))
 
 
-class ModelDesk(RankStatus):
+class ModelStatus(RankStatus):
     """The words of a rank as they are in a state; the rules that read them are those of RankStatus."""
 
     def __init__(self, rank: Rank) -> None:
@@ -142,7 +142,7 @@ class ModelDesk(RankStatus):
         return True
 
 
-class LooseDesk(ModelDesk):
+class LooseStatus(ModelStatus):
     """The defect: a newer step counts as holding an older one."""
 
     def held(self) -> set[int]:
@@ -153,16 +153,16 @@ class LooseDesk(ModelDesk):
 def look(ranks: tuple[Rank, ...], index: int, ready: int, exact: bool) -> Exchange:
     rank_group = object.__new__(RankGroup)
     rank_group.rank, rank_group.one_node, rank_group._wait_seconds = index, True, 0.0
-    rank_group._pages = {i: (ModelDesk if exact else LooseDesk)(rank) for i, rank in enumerate(ranks)}
+    rank_group._pages = {i: (ModelStatus if exact else LooseStatus)(rank) for i, rank in enumerate(ranks)}
     return rank_group.finish_exchange(ready)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def exchange(told: tuple[int, ...], ready: int) -> Exchange:
+def exchange(announced_steps: tuple[int, ...], ready: int) -> Exchange:
     """What a rank learns from the all-reduce of what all ranks announced."""
     rank_group = object.__new__(RankGroup)
     rank_group.one_node = False
-    lowest = [min(told), min(-one for one in told), 0, 0, 0, 0, 0]
+    lowest = [min(announced_steps), min(-one for one in announced_steps), 0, 0, 0, 0, 0]
     rank_group._pending = (SimpleNamespace(wait=lambda: None), torch.tensor(lowest, dtype=torch.int64))
     return rank_group.finish_exchange(ready)
 
@@ -188,7 +188,7 @@ def choose(
         reserve=lambda index: index < SLOTS,
     )
     holder = object.__new__(SlotAllocator)
-    holder._copier, holder._page = None, ModelDesk(Rank())
+    holder._copier, holder._page = None, ModelStatus(Rank())
     return holder._free_slot(arena, committed, candidates), tuple(after)
 
 
@@ -219,12 +219,12 @@ def _rank_actions(state: State, index: int, rank: Rank, rules: Rules) -> Iterato
         yield f"holds step {step}", rank._replace(slots=slots, ready=step)
     elif rank.phase == "begins":
         yield "begins a copy", _begin(rank)
-    elif rank.phase == "hears":
-        told = [_announced_by(other, rank.commits) for other in state.ranks]
-        if None not in told:
-            committed = exchange(tuple(told), rank.ready).committed
+    elif rank.phase == "exchanges":
+        announced_steps = [_announced_by(other, rank.commits) for other in state.ranks]
+        if None not in announced_steps:
+            committed = exchange(tuple(announced_steps), rank.ready).committed
             known = rank.committed if committed is None else committed
-            yield "hears the exchange", rank._replace(committed=known, phase="begins")
+            yield "finishes the exchange", rank._replace(committed=known, phase="begins")
     elif state.saving is None and not state.ended:
         slowest = min(other.step for other in state.ranks)
         if rank.step < rules.steps and rank.step - slowest < rules.drift:
@@ -237,13 +237,13 @@ def _rank_actions(state: State, index: int, rank: Rank, rules: Rules) -> Iterato
 def _look(state: State, index: int, rank: Rank, rules: Rules) -> Rank:
     if rules.nodes > 1:
         announced = (*rank.announced[-1:], rank.ready)
-        return rank._replace(announced=announced, commits=rank.commits + 1, phase="hears")
+        return rank._replace(announced=announced, commits=rank.commits + 1, phase="exchanges")
     if rank.ready in (-1, rank.committed):
         return rank._replace(phase="begins")
     ranks = (*state.ranks[:index], rank, *state.ranks[index + 1 :])
-    heard = look(ranks, index, rank.ready, rules.exact_holding)
-    committed = heard.committed if heard.committed is not None else rank.committed
-    candidates = heard.candidates if rules.candidates else ()
+    exchange_result = look(ranks, index, rank.ready, rules.exact_holding)
+    committed = exchange_result.committed if exchange_result.committed is not None else rank.committed
+    candidates = exchange_result.candidates if rules.candidates else ()
     rank = rank._replace(committed=committed, candidates=candidates, phase="begins")
     return _begin(rank) if rules.at_once else rank
 
