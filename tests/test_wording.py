@@ -40,7 +40,6 @@ PENDING: set[str] = {
     "tests/data/preprocess/test_sentences.py",
     "tests/data/samples/test_bert.py",
     "tests/data/sources/test_wikipedia.py",
-    "tests/distributed/test_bert_story.py",
     "tests/tokenizers/test_tokenizers.py",
     "tests/train/run_folder/test_identity.py",
 }
