@@ -42,7 +42,7 @@ MAY_SEE["bench"] = ALL - {"demo", "launch"}
 MAX_LINES = 400
 VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 # Class names that several packages use; the package name distinguishes them.
-SHARED_CLASS_NAMES = {"State"}
+SHARED_CLASS_NAMES: set[str] = set()
 
 FILES = sorted(ROOT.rglob("*.py"))
 

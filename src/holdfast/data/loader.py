@@ -43,7 +43,7 @@ class MicroBatch:
     """[B, T] int32, rising within a row; a token attends to earlier ones of its own document. None: to all earlier ones."""
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        return _moved(self, device)
+        return _move_to(self, device)
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class BertMicroBatch:
     """[B] int64, 1 where the second segment does not follow the first."""
 
     def to(self, device: torch.device | str) -> "BertMicroBatch":
-        return _moved(self, device)
+        return _move_to(self, device)
 
 
-def _moved(batch: M, device: torch.device | str) -> M:
+def _move_to(batch: M, device: torch.device | str) -> M:
     """The same on another device; from page-locked memory the copy overlaps with what the device computes."""
     tensors: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
     moved: dict[str, Any] = {
@@ -114,7 +114,7 @@ class RankBatches(ABC, Generic[B]):
         self.rank, self.ranks = data_parallel_rank, data_parallel_size
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._threads = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
-        self._ahead: dict[tuple[int, int], list[Future[B]]] = {}
+        self._prefetched: dict[tuple[int, int], list[Future[B]]] = {}
 
     @abstractmethod
     def assemble(self, samples: Sequence[Any]) -> B:
@@ -127,15 +127,15 @@ class RankBatches(ABC, Generic[B]):
         wanted = [
             (consumed_samples + step * global_batch_size, global_batch_size) for step in range(PREFETCHED_STEPS + 1)
         ]
-        for key in [key for key in self._ahead if key not in wanted]:
-            for future in self._ahead.pop(key):
+        for key in [key for key in self._prefetched if key not in wanted]:
+            for future in self._prefetched.pop(key):
                 future.cancel()
         for start, size in wanted:
-            if (start, size) not in self._ahead and start + size <= len(self.samples):
-                self._ahead[start, size] = [
+            if (start, size) not in self._prefetched and start + size <= len(self.samples):
+                self._prefetched[start, size] = [
                     self._threads.submit(self._read, row) for row in self.sample_numbers(start, size)
                 ]
-        return [future.result() for future in self._ahead.pop(wanted[0])]
+        return [future.result() for future in self._prefetched.pop(wanted[0])]
 
     def sample_numbers(self, consumed_samples: int, global_batch_size: int) -> list[range]:
         """The numbers of the samples in each of this rank's micro batches."""
@@ -224,16 +224,16 @@ class BertBatches(RankBatches[BertMicroBatch]):
     """Batches of BERT samples."""
 
     def assemble(self, samples: Sequence[Mapping[str, Any]]) -> BertMicroBatch:
-        def stacked(key: str, dtype: npt.DTypeLike = np.int64) -> Tensor:
+        def stack(key: str, dtype: npt.DTypeLike = np.int64) -> Tensor:
             return self._tensor(np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples]))
 
         return BertMicroBatch(
-            tokens=stacked("text"),
-            tokentype_ids=stacked("types"),
-            labels=stacked("labels"),
-            loss_mask=stacked("loss_mask", np.float32),
-            padding_mask=stacked("padding_mask", np.bool_),
-            is_random=stacked("is_random"),
+            tokens=stack("text"),
+            tokentype_ids=stack("types"),
+            labels=stack("labels"),
+            loss_mask=stack("loss_mask", np.float32),
+            padding_mask=stack("padding_mask", np.bool_),
+            is_random=stack("is_random"),
         )
 
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.data.append_file import append_file
 from holdfast.data.indexed import IndexedDataset, IndexPart, pair_paths, publish_pairs, write_index
-from holdfast.data.preprocess.append import append_file
 from holdfast.system.atomic_files import check_can_write, explain_os_error, make_folder, temporary_beside
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import progress
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     prefix: str
     parts: int
     sequences: int
@@ -37,7 +37,7 @@ def find_parts(names: Sequence[str | Path]) -> list[str]:
     return found
 
 
-def merge(inputs: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False) -> Merged:
+def merge(inputs: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False) -> MergeResult:
     """Joins the datasets in the given order (folders: order of names) into one."""
     prefixes = find_parts(inputs)
     bin_path, idx_path = pair_paths(output_prefix)
@@ -62,7 +62,7 @@ def merge(inputs: Sequence[str | Path], output_prefix: str | Path, *, overwrite:
     finally:
         bin_file.unlink(missing_ok=True)
         idx_file.unlink(missing_ok=True)
-    return Merged(output, len(parts), sum(map(len, parts)), sum(part.document_count for part in parts), size)
+    return MergeResult(output, len(parts), sum(map(len, parts)), sum(part.document_count for part in parts), size)
 
 
 def _check_alike(parts: Sequence[IndexedDataset]) -> None:

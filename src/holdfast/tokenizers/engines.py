@@ -14,13 +14,13 @@ import numpy.typing as npt
 from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers.recipe import Recipe
 
-Flat = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
+FlatIds = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 
 
 class Engine(Protocol):
     name: str
 
-    def encode_batch(self, texts: Sequence[str]) -> Flat:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         """The ids of all texts, one after the other, and where each begins (one more offset than texts)."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -41,7 +41,7 @@ class FastEngine:
         self.name = f"fastokens {version('fastokens')}"
         self._special = recipe.special_tokens
 
-    def encode_batch(self, texts: Sequence[str]) -> Flat:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         ids, offsets = self._native.encode_batch_flat(texts, add_special_tokens=self._special)
         return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
 
@@ -70,7 +70,7 @@ class ReferenceEngine:
         self._tokenizer.no_padding()
         self._special = recipe.special_tokens
 
-    def encode_batch(self, texts: Sequence[str]) -> Flat:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._special)
         return flatten([encoding.ids for encoding in encodings])
 
@@ -83,7 +83,7 @@ class SentencePieceEngine:
         self._processor = load_sentencepiece(recipe.definition)
         self.name = "sentencepiece"
 
-    def encode_batch(self, texts: Sequence[str]) -> Flat:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         return flatten(self._processor.encode(list(texts), num_threads=1))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -104,14 +104,14 @@ class TiktokenEngine:
             special_tokens=vocabulary.special,
         )
 
-    def encode_batch(self, texts: Sequence[str]) -> Flat:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         return flatten([self._encoding.encode(text, allowed_special="all") for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._encoding.decode([int(number) for number in ids]))
 
 
-def flatten(lists: Sequence[Sequence[int]]) -> Flat:
+def flatten(lists: Sequence[Sequence[int]]) -> FlatIds:
     offsets = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(ids) for ids in lists], out=offsets[1:])
     flat = np.empty(int(offsets[-1]), np.uint32)

@@ -6,7 +6,7 @@ from typing import Literal
 from holdfast.tokenizers.engines import (
     Engine,
     FastEngine,
-    Flat,
+    FlatIds,
     ReferenceEngine,
     SentencePieceEngine,
     TiktokenEngine,
@@ -39,7 +39,7 @@ class Tokenizer:
         ids: list[int] = self._engine.encode_batch([text])[0].tolist()
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> Flat:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         """The ids of all texts in one array, and the offsets between them."""
         return self._engine.encode_batch(texts)
 

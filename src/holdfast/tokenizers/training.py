@@ -27,8 +27,8 @@ FILE_NAMES: dict[TokenizerKind, tuple[str, ...]] = {
     "wordpiece-cased": ("vocab.txt",),
 }
 BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-CHARACTERS_REMEMBERED = 50_000_000
-GOODBYE_SECONDS = 0.5
+CACHED_CHARACTERS = 50_000_000
+INTERRUPT_SECONDS = 0.5
 
 
 def train_tokenizer(
@@ -102,7 +102,7 @@ def _interruptibly(learn: Callable[[], dict[str, bytes]], texts: _Counted) -> di
         return learnt.result()
     except KeyboardInterrupt:
         texts.wanted = False
-        thread.join(GOODBYE_SECONDS)
+        thread.join(INTERRUPT_SECONDS)
         raise
 
 
@@ -202,7 +202,7 @@ def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
     remembered = 0
     for text in texts:
         counts.update(text)
-        if remembered > CHARACTERS_REMEMBERED:
+        if remembered > CACHED_CHARACTERS:
             seen, remembered = set(), 0
         new = " ".join(set(text.split(" ")) - seen)
         seen.update(new.split(" "))

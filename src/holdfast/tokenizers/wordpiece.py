@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from holdfast.tokenizers.engines import Flat, ReferenceEngine
+from holdfast.tokenizers.engines import FlatIds, ReferenceEngine
 from holdfast.tokenizers.recipe import Recipe
 
 # Python takes these for blanks where BERT's normalizer drops them as control characters.
 _DROPPED_BLANKS = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _ASCII_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
-REMEMBERED_CHARACTERS, REMEMBERED = 40, 1 << 18
+CACHED_CHARACTERS, CACHE_ENTRIES = 40, 1 << 18
 LONGEST_NATIVE = 32 << 10
 _NEW, _FINE, _WRONG = np.uint8(0), np.uint8(1), np.uint8(2)
 
@@ -45,7 +45,7 @@ def is_bert(definition: dict[str, Any]) -> bool:
     )
 
 
-class Words(dict[str, bytes]):
+class WordTable(dict[str, bytes]):
     """Word to the bytes of its ids (uint32); a word that is not there is worked out, and kept while there is room."""
 
     def __init__(self, model: dict[str, Any]) -> None:
@@ -56,8 +56,8 @@ class Words(dict[str, bytes]):
 
     def __missing__(self, word: str) -> bytes:
         found = self._pieces(word)
-        if len(word) <= REMEMBERED_CHARACTERS:
-            if len(self) >= REMEMBERED:
+        if len(word) <= CACHED_CHARACTERS:
+            if len(self) >= CACHE_ENTRIES:
                 self.clear()
             self[word] = found
         return found
@@ -81,25 +81,25 @@ class Words(dict[str, bytes]):
         return ids.tobytes()
 
 
-class Chunks(dict[str, bytes]):
+class ChunkTable(dict[str, bytes]):
     """The same for blank-delimited chunks of a text that is not plain ASCII."""
 
-    def __init__(self, words: Words, lowercase: bool) -> None:
+    def __init__(self, words: WordTable, lowercase: bool) -> None:
         from tokenizers.normalizers import BertNormalizer
         from tokenizers.pre_tokenizers import BertPreTokenizer
 
         self._words, self._lowercase = words, lowercase
         self._normalize = BertNormalizer(lowercase=lowercase).normalize_str
-        self._cut = BertPreTokenizer().pre_tokenize_str
+        self._split = BertPreTokenizer().pre_tokenize_str
 
     def __missing__(self, chunk: str) -> bytes:
         if chunk.isascii():
             words = ascii_words(chunk, self._lowercase)
         else:
-            words = [word for word, _ in self._cut(self._normalize(chunk))]
+            words = [word for word, _ in self._split(self._normalize(chunk))]
         found = b"".join(map(self._words.__getitem__, words))
-        if len(chunk) <= REMEMBERED_CHARACTERS:
-            if len(self) >= REMEMBERED:
+        if len(chunk) <= CACHED_CHARACTERS:
+            if len(self) >= CACHE_ENTRIES:
                 self.clear()
             self[chunk] = found
         return found
@@ -113,7 +113,7 @@ def ascii_words(text: str, lowercase: bool) -> list[str]:
     return words
 
 
-class Native:
+class TokieEngine:
     """tokie, for the texts that it computes as the reference does.
 
     It takes some rare characters differently (unassigned ones, above all), and very long words. BERT's rules look at characters
@@ -132,24 +132,24 @@ class Native:
         if not all(self._agree([word * length for word in ("x", "é", "e\u0301") for length in (100, 101)])):
             raise ValueError("tokie cuts long words differently")
 
-    def refused(self, texts: Sequence[str], whole: str) -> set[int]:
+    def unsafe_texts(self, texts: Sequence[str], whole: str) -> set[int]:
         """The numbers of those texts that it may compute differently; `whole` is the texts with a character between them."""
         characters = np.frombuffer(whole.encode("utf-32-le", "surrogatepass"), np.uint32)
         verdicts = self._verdicts.take(characters)
         if not verdicts.all():
-            self._meet(np.unique(characters[verdicts == _NEW]))
+            self._classify(np.unique(characters[verdicts == _NEW]))
             verdicts = self._verdicts.take(characters)
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         wrong = np.searchsorted(np.cumsum(lengths + 1), np.flatnonzero(verdicts == _WRONG), side="right")
         return {*np.unique(wrong).tolist(), *np.flatnonzero(lengths > LONGEST_NATIVE).tolist()}
 
-    def encode_batch(self, texts: Sequence[str]) -> Flat:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         ids, lengths = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
         offsets = np.zeros(len(texts) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         return ids, offsets
 
-    def _meet(self, characters: npt.NDArray[np.uint32]) -> None:
+    def _classify(self, characters: npt.NDArray[np.uint32]) -> None:
         """Tries characters that are new."""
         agree = self._agree([f"a{one}b {one} c{one}" for one in map(chr, characters.tolist())])
         self._verdicts[characters] = np.where(agree, _FINE, _WRONG)
@@ -158,7 +158,7 @@ class Native:
         """Whether it and the reference give the same ids, for each of the texts."""
         if not texts:
             return []
-        found, wanted = (_cut(*engine.encode_batch(texts)) for engine in (self, self._reference))
+        found, wanted = (_split(*engine.encode_batch(texts)) for engine in (self, self._reference))
         return [one == other for one, other in zip(found, wanted, strict=True)]
 
 
@@ -173,30 +173,30 @@ class FastBertEngine:
             raise ValueError("texts with special tokens around them need the reference engine")
         self.name = f"word table over tokenizers {tokenizers.__version__}"
         self._lowercase = bool(definition["normalizer"]["lowercase"])
-        self._words = Words(definition["model"])
-        self._chunks = Chunks(self._words, self._lowercase)
+        self._words = WordTable(definition["model"])
+        self._chunks = ChunkTable(self._words, self._lowercase)
         tokens = [token["content"] for token in definition.get("added_tokens") or []]
         self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         self._reference = ReferenceEngine(recipe)
-        self._native: Native | None = None
+        self._native: TokieEngine | None = None
         with contextlib.suppress(ImportError, ValueError):
-            self._native = Native(recipe, self._reference)
+            self._native = TokieEngine(recipe, self._reference)
             self.name = f"tokie {version('tokie')}, {self.name}"
 
-    def encode_batch(self, texts: Sequence[str]) -> Flat:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         if self._native is None or not texts:
-            return _joined([self._encode(text) for text in texts])
+            return _concatenate([self._encode(text) for text in texts])
         whole = "\n".join(texts)
-        refused = self._native.refused(texts, whole)
+        unsafe_texts = self._native.unsafe_texts(texts, whole)
         if self._special.search(whole):
-            refused |= {n for n, text in enumerate(texts) if self._special.search(text)}
-        if not refused:
+            unsafe_texts |= {n for n, text in enumerate(texts) if self._special.search(text)}
+        if not unsafe_texts:
             return self._native.encode_batch(texts)
-        ids, offsets = self._native.encode_batch(["" if n in refused else text for n, text in enumerate(texts)])
-        pieces = _cut(ids, offsets)
-        for n in refused:
+        ids, offsets = self._native.encode_batch(["" if n in unsafe_texts else text for n, text in enumerate(texts)])
+        pieces = _split(ids, offsets)
+        for n in unsafe_texts:
             pieces[n] = self._encode(texts[n])
-        return _joined(pieces)
+        return _concatenate(pieces)
 
     def _encode(self, text: str) -> bytes:
         if self._special.search(text):
@@ -211,13 +211,13 @@ class FastBertEngine:
         return self._reference.decode(ids)
 
 
-def _cut(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> list[bytes]:
+def _split(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> list[bytes]:
     """The ids of each text as bytes."""
     whole, bounds = ids.tobytes(), (offsets * 4).tolist()
     return [whole[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-def _joined(pieces: Sequence[bytes]) -> Flat:
+def _concatenate(pieces: Sequence[bytes]) -> FlatIds:
     offsets = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) // 4, out=offsets[1:])
     return np.frombuffer(b"".join(pieces), np.uint32), offsets

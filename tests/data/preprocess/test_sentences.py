@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import preprocess
-from holdfast.data.preprocess.sentences import Splitter
+from holdfast.data.preprocess.sentences import SentenceSplitter
 from holdfast.system.errors import UsageError
 from tests.data.conftest import TokenizerFiles
 from tests.data.corpora import NASTY, dataset_bytes, megatron_bytes, megatron_documents, pair, prose
@@ -15,14 +15,17 @@ STORY = "Dr. Smith arrived at 3.30 p.m. He was late! Why?\n\nNobody knew.  The E
 
 
 def test_sentences_end_where_a_reader_would_end_them() -> None:
-    assert Splitter("english").split("Mr. Brown is here. He sat down.") == ["Mr. Brown is here.", "He sat down."]
-    assert Splitter("de").split("Das ist z. B. gut. Ja!") == ["Das ist z. B. gut.", "Ja!"]
-    assert Splitter("en").split("") == []
+    assert SentenceSplitter("english").split("Mr. Brown is here. He sat down.") == [
+        "Mr. Brown is here.",
+        "He sat down.",
+    ]
+    assert SentenceSplitter("de").split("Das ist z. B. gut. Ja!") == ["Das ist z. B. gut.", "Ja!"]
+    assert SentenceSplitter("en").split("") == []
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_nothing_but_blanks_is_lost(keep: bool) -> None:
-    splitter = Splitter("english", keep)
+    splitter = SentenceSplitter("english", keep)
     for text in [
         STORY,
         *(text for text in NASTY if isinstance(text, str)),
@@ -37,7 +40,7 @@ def test_nothing_but_blanks_is_lost(keep: bool) -> None:
 
 def test_an_unknown_language_is_refused() -> None:
     with pytest.raises(UsageError, match="--lang klingon1"):
-        Splitter("klingon1")
+        SentenceSplitter("klingon1")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -48,7 +51,7 @@ def test_a_sequence_per_sentence_as_megatron_writes_them(tmp_path: Path, bert: T
     summary = preprocess(source, tmp_path / "out", **bert.arguments(), split_sentences=True, workers=workers)  # type: ignore[arg-type]
     assert summary.outputs == (f"{tmp_path}/out_text_sentence",)
     assert summary.engine.startswith("tokie")
-    splitter = Splitter("english")
+    splitter = SentenceSplitter("english")
     split = [json.dumps({"text": splitter.split(text) if isinstance(text, str) else text}).encode() for text in texts]
     documents = megatron_documents(split, "text", bert.build(), False)
     assert pair(tmp_path / "out_text_sentence") == dataset_bytes(documents)
@@ -62,7 +65,7 @@ def test_cased_bert_with_newlines_kept(tmp_path: Path, bert_cased: TokenizerFile
     preprocess(
         source, tmp_path / "out", **bert_cased.arguments(), split_sentences=True, keep_newlines=True, append_eod=True
     )  # type: ignore[arg-type]
-    split = [json.dumps({"text": Splitter("english", True).split(STORY)}).encode()]
+    split = [json.dumps({"text": SentenceSplitter("english", True).split(STORY)}).encode()]
     assert pair(tmp_path / "out_text_sentence") == dataset_bytes(
         megatron_documents(split, "text", bert_cased.build(), True)
     )

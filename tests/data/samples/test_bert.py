@@ -8,10 +8,10 @@ import torch
 
 from holdfast.data.indexed import IndexedDataset
 from holdfast.data.loader import BertBatches
-from holdfast.data.preprocess.counters import random_words, uniform
 from holdfast.data.samples.bert import BertRules, BertSamples, BertVocabulary, build_bert_splits, trim_pair
 from holdfast.data.samples.bert_index import map_epoch
 from holdfast.data.samples.masking import Masking
+from holdfast.data.samples.stateless_random import random_words, uniform
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.tokenizers import build_tokenizer
 from tests.data.megatron_oracle import megatron_bert_samples, write_sequences

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast import preprocess
 from holdfast.data.indexed import IndexedDataset
-from holdfast.data.preprocess.sentences import Splitter
+from holdfast.data.preprocess.sentences import SentenceSplitter
 from holdfast.data.sources import InputFile, Unit
 from holdfast.data.sources.inputs import find_inputs
 from holdfast.data.sources.wikipedia import dropped_namespaces, read, units
@@ -208,7 +208,7 @@ def test_preprocess_writes_the_sentences_of_a_dump(tmp_path: Path, bert: Tokeniz
     assert summary.outputs[0].endswith("_text_sentence")
     expected = ["Cats are animals.", "They purr & sleep.", "Dogs bark."]
     assert sentences[0] == [tokenizer.encode(sentence) for sentence in expected]
-    splitter = Splitter("english")
+    splitter = SentenceSplitter("english")
     assert sentences[1] == [tokenizer.encode(sentence) for sentence in splitter.split(ARTICLES[1][1])]
 
 

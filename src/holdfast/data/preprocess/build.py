@@ -15,22 +15,21 @@ import numpy as np
 import orjson
 
 from holdfast.data.indexed import dtype_for_vocabulary, pair_paths, publish_pairs
-from holdfast.data.preprocess.changed_input import cuts, keep_unchanged
 from holdfast.data.preprocess.cross_check import CrossCheck
-from holdfast.data.preprocess.history import History
+from holdfast.data.preprocess.history import History, cutting_rules, keep_unchanged
 from holdfast.data.preprocess.options import PreprocessOptions
 from holdfast.data.preprocess.provenance import (
     Summary,
+    completed_summary,
     describe,
-    finished_before,
     provenance_path,
     refuse_to_replace,
     versions,
 )
-from holdfast.data.preprocess.report import Report
+from holdfast.data.preprocess.report import ProgressReport
 from holdfast.data.preprocess.sentences import language_code
 from holdfast.data.preprocess.units import Partition, identity, lines_before, plan, unit_bytes
-from holdfast.data.preprocess.worker import Part, UnitResult, WorkerSetup
+from holdfast.data.preprocess.worker import EncodedPart, UnitResult, WorkerSetup
 from holdfast.data.preprocess.workers import WorkerPool
 from holdfast.data.preprocess.workspace import Workspace
 from holdfast.data.sources import InputFile, Unit, bad_line_error
@@ -102,7 +101,7 @@ class DatasetBuild:
         """The settings that an unfinished run must share with this one to be continued; bad lines may be treated otherwise."""
         settings = self.settings()
         del settings["on_bad_line"], settings["sources"]
-        return {**settings, "cuts": cuts(self.files)}
+        return {**settings, "cutting_rules": cutting_rules(self.files)}
 
     def keep_unchanged(self, history: History, before: Mapping[str, Any], now: Mapping[str, Any]) -> History:
         """What stays valid of an unfinished run whose input has changed since."""
@@ -115,7 +114,7 @@ class DatasetBuild:
 def build(task: DatasetBuild, pool: WorkerPool) -> Summary:
     settings, record = task.settings(), task.record
     # Standard input may bring other data under the same settings.
-    complete = None if "-" in task.options.input else finished_before(record, settings)
+    complete = None if "-" in task.options.input else completed_summary(record, settings)
     if complete is not None and not task.options.overwrite:
         return complete
     _check_free_space(task)
@@ -183,7 +182,7 @@ def _tokenize(task: DatasetBuild, workspace: Workspace, pool: WorkerPool) -> tup
     if workspace.state.complete:
         return 0, ""
 
-    def missing_units(report: Report) -> Iterator[tuple[int, Unit]]:
+    def missing_units(report: ProgressReport) -> Iterator[tuple[int, Unit]]:
         for number, unit in enumerate(plan(task.files, task.partition, workspace.unit_bytes)):
             if workspace.is_missing(number):
                 yield number, unit
@@ -191,7 +190,7 @@ def _tokenize(task: DatasetBuild, workspace: Workspace, pool: WorkerPool) -> tup
                 report.skipped(unit)
 
     check = CrossCheck(task.recipe, task.engine)
-    with Report(task, workspace) as report:
+    with ProgressReport(task, workspace) as report:
         # The workers load their tokenizer; this process loads what it needs later.
         check.load()
         versions()
@@ -215,7 +214,7 @@ def _no_document_error(task: DatasetBuild, bad: int) -> HoldfastError:
     return HoldfastError(f"{', '.join(names)}{more}: no document found; {why}")
 
 
-def _accept(result: UnitResult, check: CrossCheck) -> Part:
+def _accept(result: UnitResult, check: CrossCheck) -> EncodedPart:
     if result.part is None:
         if result.disk_full:
             raise HoldfastError(
@@ -226,7 +225,7 @@ def _accept(result: UnitResult, check: CrossCheck) -> Part:
     return result.part
 
 
-def _append_ready(task: DatasetBuild, workspace: Workspace) -> list[Part]:
+def _append_ready(task: DatasetBuild, workspace: Workspace) -> list[EncodedPart]:
     """Appends the parts whose turn it is. A bad line is reported here, where the lines before it have been counted."""
     appended = []
     while (part := workspace.next_part()) is not None:
@@ -238,7 +237,7 @@ def _append_ready(task: DatasetBuild, workspace: Workspace) -> list[Part]:
     return appended
 
 
-def _bad_lines(task: DatasetBuild, workspace: Workspace, part: Part) -> list[dict[str, Any]]:
+def _bad_lines(task: DatasetBuild, workspace: Workspace, part: EncodedPart) -> list[dict[str, Any]]:
     state = workspace.state
     line, offset = (state.line, state.offset) if part.file == state.file else (0, 0)
     if task.partition:

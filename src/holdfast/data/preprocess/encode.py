@@ -18,7 +18,7 @@ LONG_STRETCH_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDocuments:
     texts: Sequence[str]
     ids: Array
     offsets: npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ class Encoded:
 
 def encode_documents(
     documents: Sequence[str | list[str]], tokenizer: Tokenizer, eod: int | None, dtype: npt.DTypeLike
-) -> Encoded:
+) -> EncodedDocuments:
     """Tokens of the documents in their order; with `eod`, that token after each document that has any."""
     texts, text_ends = _flatten(documents)
     ids, offsets = tokenizer.encode_batch(texts)
@@ -46,7 +46,7 @@ def encode_documents(
         counts[last[text_ends[filled] - 1] - 1] += 1
     sequences = counts > 0
     after = np.concatenate([[0], np.cumsum(sequences)])
-    return Encoded(texts, ids, offsets, tokens, counts[sequences].astype(np.int32), after[text_ends])
+    return EncodedDocuments(texts, ids, offsets, tokens, counts[sequences].astype(np.int32), after[text_ends])
 
 
 def _flatten(documents: Sequence[str | list[str]]) -> tuple[Sequence[str], npt.NDArray[np.int64]]:

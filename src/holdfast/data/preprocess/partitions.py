@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.data.indexed import pair_paths
 from holdfast.data.merge import merge
 from holdfast.data.preprocess.build import DatasetBuild, build
-from holdfast.data.preprocess.provenance import Summary, describe, finished_before, refuse_to_replace
+from holdfast.data.preprocess.provenance import Summary, completed_summary, describe, refuse_to_replace
 from holdfast.data.preprocess.units import Partition
 from holdfast.data.preprocess.workers import WorkerPool
 from holdfast.system.atomic_files import publish_bytes
@@ -32,14 +32,14 @@ def _join(task: DatasetBuild, partitions: list[DatasetBuild], pool: WorkerPool) 
     # An earlier call was killed while it joined: files that already have a final name may be replaced.
     joining = Path(task.prefix + ".joining")
     if not task.options.overwrite:
-        complete = finished_before(record, settings)
+        complete = completed_summary(record, settings)
         if complete is not None:
             return complete
         if not joining.exists():
             refuse_to_replace([path for output in task.outputs for path in pair_paths(output)])
     started = time.monotonic()
     # A partition built from the same input is kept, also where the joined dataset is to be replaced.
-    summaries = [finished_before(one.record, one.settings()) or build(one, pool) for one in partitions]
+    summaries = [completed_summary(one.record, one.settings()) or build(one, pool) for one in partitions]
     publish_bytes(joining, b"")
     record.unlink(missing_ok=True)
     merged = [

@@ -138,7 +138,7 @@ def describe(
     return orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
 
 
-def finished_before(path: Path, settings: Mapping[str, Any]) -> Summary | None:
+def completed_summary(path: Path, settings: Mapping[str, Any]) -> Summary | None:
     """The summary of an earlier run that made the same, and whose files are all there with their sizes."""
     content = read_provenance(path)
     if content is None or _result_settings(content.get("settings", {})) != _result_settings(settings):

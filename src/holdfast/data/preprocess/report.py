@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from holdfast.data.preprocess.worker import Part
+from holdfast.data.preprocess.worker import EncodedPart
 from holdfast.data.preprocess.workspace import Workspace
 from holdfast.data.sources import Unit
 from holdfast.system.progress import count_of, log, progress
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from holdfast.data.preprocess.build import DatasetBuild
 
 
-class Report:
+class ProgressReport:
     def __init__(self, task: "DatasetBuild", workspace: Workspace) -> None:
         self._task, self._workspace = task, workspace
         self._engine = ""
@@ -22,7 +22,7 @@ class Report:
         self._start = time.monotonic()
         self._stack = ExitStack()
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> "ProgressReport":
         task, state = self._task, self._workspace.state
         total = sum(file.size for file in task.files) // (task.partition.count if task.partition else 1)
         self._bar = self._stack.enter_context(progress("preprocess", total or None))
@@ -45,7 +45,7 @@ class Report:
     def finished(self, unit: Unit) -> None:
         self._bar.advance(unit.weight)
 
-    def appended(self, parts: Sequence[Part]) -> None:
+    def appended(self, parts: Sequence[EncodedPart]) -> None:
         for part in parts:
             before = self._documents
             self._documents += part.documents

@@ -38,7 +38,7 @@ def language_code(name: str) -> str:
     return code
 
 
-class Splitter:
+class SentenceSplitter:
     def __init__(self, language: str, keep_newlines: bool = False) -> None:
         import sentencex
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from holdfast.data.preprocess.encode import Encoded, encode_documents
-from holdfast.data.preprocess.sentences import Splitter
-from holdfast.data.sources import Batch, Unit, Value, read_unit
+from holdfast.data.preprocess.encode import EncodedDocuments, encode_documents
+from holdfast.data.preprocess.sentences import SentenceSplitter
+from holdfast.data.sources import DocumentBatch, Unit, Value, read_unit
 from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import Recipe
 from holdfast.tokenizers.tokenizer import EngineChoice, Tokenizer
@@ -48,7 +48,7 @@ class WorkerSetup:
 
 
 @dataclass
-class Part:
+class EncodedPart:
     """An encoded unit. Its files lie in the parts folder until they are appended to the dataset."""
 
     unit: int
@@ -66,7 +66,7 @@ class Part:
 
 @dataclass
 class UnitResult:
-    part: Part | None = None
+    part: EncodedPart | None = None
     error: str = ""
     disk_full: bool = False
     samples: list[tuple[str, bytes]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class UnitEncoder:
         self._setup = setup
         self._tokenizer = Tokenizer(setup.recipe, setup.engine)
         release_memory()
-        self._splitter = Splitter(setup.language, setup.keep_newlines) if setup.language else None
+        self._splitter = SentenceSplitter(setup.language, setup.keep_newlines) if setup.language else None
         self._units = 0
         """Units since the tokenizer was built."""
 
@@ -109,7 +109,7 @@ class UnitEncoder:
 
     def _write_part(self, number: int, unit: Unit, folder: Path) -> UnitResult:
         keys = range(len(self._setup.keys))
-        part = Part(number, unit.file, weight=unit.weight, tokens=[0 for _ in keys], sequences=[0 for _ in keys])
+        part = EncodedPart(number, unit.file, weight=unit.weight, tokens=[0 for _ in keys], sequences=[0 for _ in keys])
         result = UnitResult(part)
         digest = xxhash.xxh3_128()
         lengths: list[list[np.ndarray]] = [[] for _ in keys]
@@ -134,7 +134,7 @@ class UnitEncoder:
         part.digest = digest.hexdigest()
         return result
 
-    def _encode_batch(self, values: list[Value]) -> Encoded:
+    def _encode_batch(self, values: list[Value]) -> EncodedDocuments:
         if self._splitter is not None:
             values = [self._splitter.split(value) if isinstance(value, str) else value for value in values]
         return encode_documents(values, self._tokenizer, self._setup.eod, self._setup.dtype)
@@ -146,7 +146,7 @@ class UnitEncoder:
             self._tokenizer, self._units = self._tokenizer.fresh_copy(), 0
 
 
-def _count(part: Part, batch: Batch) -> None:
+def _count(part: EncodedPart, batch: DocumentBatch) -> None:
     part.bad += [(part.lines + bad.line, part.size + bad.offset, bad.reason) for bad in batch.bad]
     part.lines += batch.lines
     part.size += batch.size
@@ -159,7 +159,7 @@ def _write(file: object, array: np.ndarray) -> None:
         view = view[file.write(view) :]  # type: ignore[attr-defined]
 
 
-def _sample(encoded: Encoded, number: int, tokenizer: Tokenizer) -> list[tuple[str, bytes]]:
+def _sample(encoded: EncodedDocuments, number: int, tokenizer: Tokenizer) -> list[tuple[str, bytes]]:
     """A text of the batch, chosen by the unit's number; several of the first unit. The reference engine is slow: of a long text
     it gets the beginning, which is encoded here once more by itself."""
     count = len(encoded.texts)

@@ -23,11 +23,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from holdfast.data.append_file import append_file, start_writeback
 from holdfast.data.indexed import IndexPart, write_index
-from holdfast.data.preprocess.append import append_file, begin_to_sync
-from holdfast.data.preprocess.changed_input import same_names
-from holdfast.data.preprocess.history import History, KeyState, State, chained, read_history
-from holdfast.data.preprocess.worker import Part, part_path
+from holdfast.data.preprocess.history import AppendState, History, KeyState, chain_digest, read_history, same_files
+from holdfast.data.preprocess.worker import EncodedPart, part_path
 from holdfast.system.atomic_files import explain_os_error, publish_bytes
 from holdfast.system.descriptors import write_all
 from holdfast.system.errors import HoldfastError
@@ -67,7 +66,7 @@ class Workspace:
             self._take_lock()
             history = self._continue(orjson.loads(orjson.dumps(dict(settings))), overwrite, keep_unchanged)
             self.parts.mkdir(exist_ok=True)
-            self.state = history.states[-1] if history.states else State(keys=[KeyState() for _ in range(keys)])
+            self.state = history.states[-1] if history.states else AppendState(keys=[KeyState() for _ in range(keys)])
             self.waiting = {number: part for number, part in history.parts.items() if self._is_whole(part)}
             self.digests = history.digests
             self._journal = Journal(folder / JOURNAL)
@@ -127,7 +126,7 @@ class Workspace:
             changed, overwrite = ["inputs"], True  # standard input cannot be read again
         complete = bool(history.states) and history.states[-1].complete
         if not changed or (
-            not overwrite and not complete and {*changed} <= {"inputs", "cuts"} and same_names(before, wanted)
+            not overwrite and not complete and {*changed} <= {"inputs", "cutting_rules"} and same_files(before, wanted)
         ):
             # The units are those of the run that began the work; any size gives the same dataset.
             wanted["unit_bytes"] = before["unit_bytes"]
@@ -142,7 +141,7 @@ class Workspace:
         if changed:
             history = keep_unchanged(history, before, wanted)
             # What is kept is true of both inputs: a kill between the two writes does no harm.
-            publish_bytes(self.folder / JOURNAL, history.as_journal())
+            publish_bytes(self.folder / JOURNAL, history.to_journal())
             publish_bytes(self.folder / SETTINGS, orjson.dumps(wanted, option=orjson.OPT_INDENT_2))
         self.unit_bytes: int = wanted["unit_bytes"]
         return history
@@ -161,7 +160,7 @@ class Workspace:
             elif entry.name != LOCK and not entry.name.startswith(LEASE_PREFIX):
                 entry.unlink()
 
-    def _is_whole(self, part: Part) -> bool:
+    def _is_whole(self, part: EncodedPart) -> bool:
         for key, (tokens, sequences) in enumerate(zip(part.tokens, part.sequences, strict=True)):
             path = part_path(self.parts, part.unit, key)
             expected = tokens * self._itemsize + 4 * sequences + 8 * part.documents
@@ -195,17 +194,17 @@ class Workspace:
         """Whether the unit is still to be done."""
         return unit >= self.state.next_unit and unit not in self.waiting
 
-    def add(self, part: Part) -> None:
+    def add(self, part: EncodedPart) -> None:
         """Takes note of a finished part; it is kept from now on."""
         self.waiting[part.unit] = part
         if part.unit != self.state.next_unit:
             self._journal.write({"part": asdict(part)})
 
-    def next_part(self) -> Part | None:
+    def next_part(self) -> EncodedPart | None:
         """The part whose turn it is, once it is there."""
         return self.waiting.get(self.state.next_unit)
 
-    def append(self, part: Part, bad_lines: bytes) -> None:
+    def append(self, part: EncodedPart, bad_lines: bytes) -> None:
         """Makes the part the end of the dataset."""
         state = self.state
         for key, (tokens, lengths, documents) in enumerate(self._files):
@@ -221,7 +220,7 @@ class Workspace:
             stretch = key_state.bytes // STRETCH_BYTES
             key_state.bytes += size
             if stretch < key_state.bytes // STRETCH_BYTES:
-                begin_to_sync(tokens, stretch * STRETCH_BYTES, STRETCH_BYTES)
+                start_writeback(tokens, stretch * STRETCH_BYTES, STRETCH_BYTES)
             key_state.sequences += part.sequences[key]
             key_state.documents += part.documents
         write_all(self._bad, bad_lines)
@@ -233,9 +232,9 @@ class Workspace:
         state.line, state.offset = state.line + part.lines, state.offset + part.size
         state.lines, state.size = state.lines + part.lines, state.size + part.size
         if part.digest:
-            state.digest = chained(state.digest, part.digest)
+            state.digest = chain_digest(state.digest, part.digest)
         state.next_unit = part.unit + 1
-        self._note()
+        self._write_state()
         for key in range(len(self._files)):
             part_path(self.parts, part.unit, key).unlink()
         del self.waiting[part.unit]
@@ -245,7 +244,7 @@ class Workspace:
             self.digests[self.state.file] = self.state.digest
             self._journal.write({"file": self.state.file, "digest": self.state.digest})
 
-    def _note(self) -> None:
+    def _write_state(self) -> None:
         """Writes the state to the journal, now and then after syncing what it speaks of."""
         now = time.monotonic()
         self.state.synced = self.state.complete or now - self._last_sync > SYNC_SECONDS
@@ -270,7 +269,7 @@ class Workspace:
             pairs.append((bin_file, idx_file))
         self._end_file()
         self.state.complete = True
-        self._note()
+        self._write_state()
         return pairs
 
     @property

@@ -14,13 +14,13 @@ import numpy.typing as npt
 import orjson
 
 from holdfast.data.indexed import IndexedDataset
-from holdfast.data.preprocess.counters import random_words, uniform
 from holdfast.data.samples.bert_index import build_bert_index
 from holdfast.data.samples.blend import BlendedSamples, build_splits, parse_data_path
 from holdfast.data.samples.gpt import index_folder
 from holdfast.data.samples.index_cache import data_identity, open_index
 from holdfast.data.samples.masking import Masking, mask_tokens
 from holdfast.data.samples.splits import SPLITS, split_ranges
+from holdfast.data.samples.stateless_random import random_words, uniform
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.tokenizers import Tokenizer
 

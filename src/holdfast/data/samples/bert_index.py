@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.data.preprocess.counters import random_words, uniform
+from holdfast.data.samples.stateless_random import random_words, uniform
 from holdfast.system.errors import HoldfastError
 
 # Documents with a sentence longer than this are left out, as in Megatron: it is no sentence.

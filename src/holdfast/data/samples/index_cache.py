@@ -27,7 +27,7 @@ from holdfast.system.progress import log
 # Goes up when files are added or mean something else: an index of an older Holdfast is then made anew, not misread.
 FORMAT = 1
 POLL_SECONDS = 0.1
-WORTH_A_WORD_SECONDS = 5.0
+LOG_AFTER_SECONDS = 5.0
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -79,7 +79,7 @@ def _publish(path: Path, description: str, build: Callable[[Path], None]) -> Non
         if not path.exists():
             raise
     elapsed = time.monotonic() - started
-    if elapsed > WORTH_A_WORD_SECONDS:
+    if elapsed > LOG_AFTER_SECONDS:
         log(f"built the sample index {path} in {elapsed:,.0f} s")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.data.preprocess.counters import random_words, uniform
+from holdfast.data.samples.stateless_random import random_words, uniform
 
 CHOOSE, RUN_LENGTH, REPLACE = 2, 6, 3  # purposes of the random words
 MASKED, RANDOM = 0.8, 0.1

@@ -3,7 +3,7 @@
 A source is a module with two functions, named in SOURCES:
 
     units(file: InputFile, unit_bytes: int) -> Iterator[Unit]    the file's documents in order, cut into units
-    read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]     the documents of one unit, in another process
+    read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]     the documents of one unit, in another process
 
 The invariant: the units of a file depend on the file alone, and each document of the file is read by exactly one of them. So a
 run can be cut off, continued and shared out, and gives the same bytes.
@@ -80,7 +80,7 @@ def bad_line_error(source: str, file: str, line: int, offset: int, reason: str) 
 
 
 @dataclass
-class Batch:
+class DocumentBatch:
     """Consecutive documents: per key a list with a value for each document, and the lines and bytes they took."""
 
     values: list[list[Value]]
@@ -95,17 +95,17 @@ class Batch:
         return len(self.values[0])
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     def units(self, file: InputFile, unit_bytes: int) -> Iterator[Unit]: ...
 
-    def read(self, unit: Unit, keys: Sequence[str]) -> Iterator[Batch]: ...
+    def read(self, unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]: ...
 
 
-def source_named(name: str) -> Source:
+def source_named(name: str) -> DocumentSource:
     # Modules that have the two functions are sources; importing late keeps pyarrow and its like out of every other run.
-    module: Source = importlib.import_module(SOURCES[name])
+    module: DocumentSource = importlib.import_module(SOURCES[name])
     return module
 
 
-def read_unit(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+def read_unit(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     return source_named(unit.source).read(unit, keys)

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from holdfast.data.sources import BadLine, Batch, InputFile, Unit, Value
+from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit, Value
 from holdfast.data.sources.lines import line_units, unit_lines
 
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -23,14 +23,14 @@ def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
     return line_units(file, unit_bytes)
 
 
-def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     for block in unit_lines(unit):
         batch = parse_lines(block, keys)
         batch.content = block
         yield batch
 
 
-def parse_lines(data: bytes, keys: Sequence[str]) -> Batch:
+def parse_lines(data: bytes, keys: Sequence[str]) -> DocumentBatch:
     """The documents of whole lines. Blank lines are passed over; Megatron hangs on them."""
     loads = orjson.loads
     lines = _lines(data)
@@ -43,7 +43,7 @@ def parse_lines(data: bytes, keys: Sequence[str]) -> Batch:
             values = [[record[key] for record in records] for key in keys]
         # One pass at C speed: only strings, which is nearly every corpus.
         if all(set(map(type, column)) <= {str} for column in values):
-            return Batch(values, len(values[0]), len(data))
+            return DocumentBatch(values, len(values[0]), len(data))
     except (ValueError, KeyError, TypeError, IndexError):
         pass
     return _parse_carefully(_split(data), keys, len(data))
@@ -73,9 +73,9 @@ def _views(data: bytes) -> Iterator[memoryview]:
         yield view[start:]
 
 
-def _parse_carefully(lines: Sequence[bytes], keys: Sequence[str], size: int) -> Batch:
+def _parse_carefully(lines: Sequence[bytes], keys: Sequence[str], size: int) -> DocumentBatch:
     """Line by line, after something in the batch was not a plain document."""
-    batch = Batch([[] for _ in keys], len(lines), size)
+    batch = DocumentBatch([[] for _ in keys], len(lines), size)
     offset = 0
     for number, line in enumerate(lines):
         if line.strip():

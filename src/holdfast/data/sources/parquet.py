@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast.data.sources import BadLine, Batch, InputFile, Unit, Value
+from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit, Value
 from holdfast.system.errors import HoldfastError
 
 BATCH_ROWS = 4096
@@ -29,7 +29,7 @@ def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
         yield Unit(file.number, file.path, file.source, "rows", group, group + 1, position, after - position)
 
 
-def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     file = _open(unit.path)
     missing = [key for key in keys if key not in file.schema_arrow.names]
     if missing:
@@ -44,11 +44,11 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
         raise HoldfastError(f"{unit.path} is a damaged Parquet file: {str(error).splitlines()[0]}") from error
 
 
-def _batch(columns: list[list[Any]], keys: Sequence[str], size: int) -> Batch:
+def _batch(columns: list[list[Any]], keys: Sequence[str], size: int) -> DocumentBatch:
     rows = len(columns[0])
     if all(set(map(type, column)) <= {str} for column in columns):
-        return Batch(columns, rows, size)
-    batch = Batch([[] for _ in keys], rows, size)
+        return DocumentBatch(columns, rows, size)
+    batch = DocumentBatch([[] for _ in keys], rows, size)
     for row, values in enumerate(zip(*columns, strict=True)):
         reason = next(
             (f"its '{key}' is not a text" for key, value in zip(keys, values, strict=True) if not _is_text(value)), ""

@@ -6,7 +6,7 @@ invariant: a unit holds whole documents, and what stands between two blank lines
 
 from collections.abc import Iterator, Sequence
 
-from holdfast.data.sources import BadLine, Batch, InputFile, Unit
+from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit
 from holdfast.data.sources.compressed import open_stream
 from holdfast.data.sources.prefetch import prefetched
 
@@ -33,9 +33,9 @@ def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
             yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, file.size - before, held)
 
 
-def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     content = unit.data
-    batch = Batch([[] for _ in keys], content.count(b"\n"), len(content), content=content)
+    batch = DocumentBatch([[] for _ in keys], content.count(b"\n"), len(content), content=content)
     if content and not content.endswith(b"\n"):
         batch.lines += 1
     for begin, document in _documents(content):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 
-from holdfast.data.sources import BadLine, Batch, InputFile, Unit
+from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit
 from holdfast.data.sources.compressed import open_stream, sniff
 
 
@@ -11,7 +11,7 @@ def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
     yield Unit(file.number, file.path, file.source, "whole", 0, file.size, 0, file.size)
 
 
-def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     with open(unit.path, "rb") as file:
         compression = sniff(os.pread(file.fileno(), 8, 0))
         content = b"".join(open_stream(file, compression, unit.path))
@@ -21,6 +21,6 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start)
         bad = BadLine(line, error.start, f"it is not UTF-8 ({error.reason}), so the file is no document")
-        yield Batch([[] for _ in keys], lines, len(content), [bad], content)
+        yield DocumentBatch([[] for _ in keys], lines, len(content), [bad], content)
         return
-    yield Batch([[text] for _ in keys], lines, len(content), content=content)
+    yield DocumentBatch([[text] for _ in keys], lines, len(content), content=content)

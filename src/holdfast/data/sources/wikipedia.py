@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from holdfast.data.sources import BadLine, Batch, InputFile, Unit, Value
+from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit, Value
 from holdfast.data.sources.compressed import BZ2_STREAM, open_stream, sniff
 from holdfast.data.sources.prefetch import prefetched
 from holdfast.data.sources.wikitext import DROPPED_NAMESPACES, plain_text
@@ -37,7 +37,7 @@ _REDIRECT = re.compile(r"\s*#REDIRECT\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Damage:
+class DamagedStream:
     """Compressed bytes that cannot be decoded."""
 
     position: int
@@ -89,7 +89,7 @@ def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
         yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, file.size - before, held)
 
 
-def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
+def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     unknown = [key for key in keys if key not in KEYS]
     if unknown:
         raise UsageError(
@@ -97,10 +97,10 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
             "name one of these with --json-keys"
         )
     namespaces = dropped_namespaces(unit.path)
-    batch = Batch([[] for _ in keys], 0, 0)
+    batch = DocumentBatch([[] for _ in keys], 0, 0)
     content: list[bytes] = []
     for item in _pages(unit):
-        if isinstance(item, Damage):
+        if isinstance(item, DamagedStream):
             batch.bad.append(BadLine(batch.lines, batch.size, item.reason))
             continue
         batch.lines += 1
@@ -113,7 +113,7 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[Batch]:
         if batch.size >= BATCH_BYTES:
             batch.content = b"".join(content)
             yield batch
-            batch, content = Batch([[] for _ in keys], 0, 0), []
+            batch, content = DocumentBatch([[] for _ in keys], 0, 0), []
     batch.content = b"".join(content)
     yield batch
 
@@ -157,11 +157,11 @@ def dropped_namespaces(path: str) -> frozenset[str]:
     return DROPPED_NAMESPACES | named
 
 
-def _pages(unit: Unit) -> Iterator[bytes | Damage]:
+def _pages(unit: Unit) -> Iterator[bytes | DamagedStream]:
     """The pages that begin in the unit, each from <page> to </page>, and the damage that was met."""
     held = b""
     for piece in _own_pieces(unit):
-        if isinstance(piece, Damage):
+        if isinstance(piece, DamagedStream):
             # The page that was being read has no end any more.
             held = b""
             yield piece
@@ -185,7 +185,7 @@ def _pages(unit: Unit) -> Iterator[bytes | Damage]:
 def _read_on(unit: Unit, page: bytes) -> bytes | None:
     """The rest of a page that begins in this unit; None where it cannot be read, or proves to be none."""
     for piece in _later_pieces(unit):
-        if isinstance(piece, Damage):
+        if isinstance(piece, DamagedStream):
             return None  # reported by the unit that owns the stream
         page += piece
         if not page.startswith(PAGE[: len(page)]):
@@ -195,7 +195,7 @@ def _read_on(unit: Unit, page: bytes) -> bytes | None:
     return None
 
 
-def _own_pieces(unit: Unit) -> Iterator[bytes | Damage]:
+def _own_pieces(unit: Unit) -> Iterator[bytes | DamagedStream]:
     if unit.how == "fed":
         yield unit.data
     elif unit.how == "range":
@@ -204,7 +204,7 @@ def _own_pieces(unit: Unit) -> Iterator[bytes | Damage]:
         yield from _decode_streams(unit.path, unit.start, unit.end)
 
 
-def _later_pieces(unit: Unit) -> Iterator[bytes | Damage]:
+def _later_pieces(unit: Unit) -> Iterator[bytes | DamagedStream]:
     size = os.stat(unit.path).st_size
     if unit.how == "range":
         yield from _read_range(unit.path, unit.end, size)
@@ -220,7 +220,7 @@ def _read_range(path: str, start: int, end: int) -> Iterator[bytes]:
             yield piece
 
 
-def _decode_streams(path: str, start: int, end: int) -> Iterator[bytes | Damage]:
+def _decode_streams(path: str, start: int, end: int) -> Iterator[bytes | DamagedStream]:
     """What the streams in these bytes hold; one that is damaged does not keep the next from being read."""
     if start >= end:
         return
@@ -233,7 +233,7 @@ def _decode_streams(path: str, start: int, end: int) -> Iterator[bytes | Damage]
             begin = stop
 
 
-def _decode_stream(content: mmap.mmap, begin: int, end: int) -> Iterator[bytes | Damage]:
+def _decode_stream(content: mmap.mmap, begin: int, end: int) -> Iterator[bytes | DamagedStream]:
     decoder, at = bz2.BZ2Decompressor(), begin
     while at < end:
         if decoder.eof:
@@ -244,7 +244,7 @@ def _decode_stream(content: mmap.mmap, begin: int, end: int) -> Iterator[bytes |
             decoded = decoder.decompress(piece)
         except OSError:
             reason = f"the bz2 stream at byte {begin:,} is damaged near byte {at:,}; its pages from there on are lost"
-            yield Damage(begin, reason)
+            yield DamagedStream(begin, reason)
             return
         at += len(piece) - len(decoder.unused_data)
         if decoded:
@@ -253,4 +253,4 @@ def _decode_stream(content: mmap.mmap, begin: int, end: int) -> Iterator[bytes |
         reason = (
             f"the bz2 stream at byte {begin:,} ends in the middle at byte {end:,}; its pages from there on are lost"
         )
-        yield Damage(begin, reason)
+        yield DamagedStream(begin, reason)

@@ -36,7 +36,7 @@ def append_file(
         advance(copied)
 
 
-def begin_to_sync(descriptor: int, start: int, count: int) -> None:
+def start_writeback(descriptor: int, start: int, count: int) -> None:
     """Has the kernel start to write a stretch to the disk, so that the sync that is to come finds less to wait for. What goes
     wrong here, that one will say."""
     with contextlib.suppress(AttributeError):  # a C library without it
