@@ -17,7 +17,7 @@ from tests.data.corpora import pair, prose
 
 def test_a_worker_killed_before_it_is_ready_is_reported_with_the_signal(tmp_path: Path) -> None:
     with WorkerPool(2) as pool:
-        os.kill(pool.processes[0].pid, signal.SIGKILL)
+        os.kill(pool.process.pid, signal.SIGKILL)
         with pytest.raises(HoldfastError, match="a worker was killed by signal 9; most likely memory ran out"):
             list(pool.results(iter(()), tmp_path))
 
@@ -33,7 +33,7 @@ def test_a_worker_that_fails_to_start_is_reported_with_its_exit_status(
 def test_no_process_is_left_when_a_pool_is_closed() -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with WorkerPool(3) as pool:
-        assert len(pool.processes) == 3
+        assert pool.workers == 3
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
 

@@ -196,7 +196,7 @@ def _tokenize(task: DatasetBuild, workspace: Workspace, pool: WorkerPool) -> tup
         versions()
         report.appended(_append_ready(task, workspace))
         for unit, result in pool.results(missing_units(report), workspace.parts):
-            report.engine(pool.engine, len(pool.processes))
+            report.engine(pool.engine, pool.workers)
             workspace.add(_accept(result, check))
             report.finished(unit)
             report.appended(_append_ready(task, workspace))

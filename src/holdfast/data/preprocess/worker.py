@@ -9,8 +9,10 @@ import errno
 import gc
 import os
 import resource
+import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +32,6 @@ MEMORY_LIMIT_BYTES = 300 << 20
 REBUILD_AFTER_UNITS = 64
 SAMPLE_TEXT_CHARACTERS = 512
 FIRST_SAMPLE_TEXTS = 24
-STANDARD_INPUT = 0
 
 
 @dataclass(frozen=True)
@@ -188,30 +189,59 @@ def _resident_bytes() -> int:
         return 0
 
 
-def serve(connection: Connection) -> None:
-    """Receives a WorkerSetup and sends the engine's name; then receives units and sends results, until the parent is gone."""
-    try:
-        encoder = UnitEncoder(connection.recv())
-    except HoldfastError as error:
-        connection.send(error)
-        return
-    # Batches are plain lists and strings without cycles: a collection would only walk over them again and again.
-    gc.disable()
-    connection.send(encoder.engine)
-    while True:
-        connection.send(encoder.encode(*connection.recv()))
-        encoder.limit_memory()
-
-
 def main() -> None:
-    """The entry point of a worker process, whose standard input is its connection."""
+    """The entry point of the process that a pool starts: receives a WorkerSetup, loads the tokenizer, forks the workers.
+
+    Its arguments are the descriptors of the workers' sockets. It exits with the status of the first worker that fails.
+    """
+    connections = [Connection(int(descriptor)) for descriptor in sys.argv[1:]]
     status = 0
     try:
-        serve(Connection(STANDARD_INPUT))
+        encoder = UnitEncoder(connections[0].recv())
+        status = fork_workers(encoder, connections)
+    except HoldfastError as error:
+        for connection in connections:
+            connection.send(error)
     except (EOFError, ConnectionError):
-        pass  # the parent has closed the connection, or is gone
+        pass  # the parent has closed the connections, or is gone
     except BaseException:
         traceback.print_exc()
         status = 1
     sys.stderr.flush()
     os._exit(status)  # without the time it takes to free the tokenizer's tables
+
+
+def fork_workers(encoder: UnitEncoder, connections: Sequence[Connection]) -> int:
+    """Forks a worker per connection and waits for them; the others end when one fails. Returns its status as a shell would."""
+    # Workers share pages that they do not write to. Batches are plain lists and strings without cycles: a collection would only
+    # walk over them again and again.
+    gc.freeze()
+    gc.disable()
+    workers: set[int] = set()
+    for own in connections:
+        worker = os.fork()
+        if worker == 0:
+            for other in connections:
+                if other is not own:
+                    other.close()
+            serve(encoder, own)
+            return 0
+        workers.add(worker)
+    for connection in connections:
+        connection.close()
+    while workers:
+        worker, code = os.wait()
+        workers.remove(worker)
+        if code:
+            for sibling in workers:
+                os.kill(sibling, signal.SIGKILL)
+            return 128 + os.WTERMSIG(code) if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
+    return 0
+
+
+def serve(encoder: UnitEncoder, connection: Connection) -> None:
+    """Sends the engine's name; then receives units and sends results, until the parent is gone."""
+    connection.send(encoder.engine)
+    while True:
+        connection.send(encoder.encode(*connection.recv()))
+        encoder.limit_memory()
