@@ -1,4 +1,4 @@
-"""Copying a stretch of one file to the end of another, inside the kernel where it can."""
+"""Appends a range of one file to another, inside the kernel where possible."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ def append_file(
                 raise
             copied = 0
         if not copied:
-            # Some file systems answer 0 where they should refuse; reading tells a short file from both.
+            # Some file systems return 0 where they should raise; reading distinguishes that from a short file.
             piece = os.pread(source, min(count, FALLBACK_BYTES), start)
             if not piece:
                 raise EOFError(f"the file ends {count} bytes too early")

@@ -1,4 +1,4 @@
-"""What tells one .bin/.idx pair from another, wherever it lies: a digest that costs the same for a terabyte as for a megabyte.
+"""A fingerprint of a .bin/.idx pair, independent of its path; it costs the same for a terabyte as for a megabyte.
 
 It covers the sizes of both files and blocks spread evenly over them, first and last included. Equal data has an equal
 fingerprint after a copy or a move; data made from other text or with another tokenizer has another one.

@@ -1,4 +1,4 @@
-"""Megatron's MMIDIDX pair: PREFIX.bin holds raw tokens, PREFIX.idx says where each sequence and each document begins.
+"""Megatron's MMIDIDX pair: PREFIX.bin holds raw tokens, PREFIX.idx holds the positions of sequences and documents.
 
 The invariant: a reader that opens without an error never reads outside its file, whatever bytes the pair holds; the counts and
 the ends are checked when it opens, every single entry by `check`. docs/formats.md gives the format byte by byte.
@@ -53,7 +53,7 @@ def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
 
 
 class IndexedDataset(Sequence[Array]):
-    """Sequences of a .bin/.idx pair, memory-mapped. Items are read-only views; pickles as its path, so workers open it anew."""
+    """Sequences of a .bin/.idx pair, memory-mapped. Items are read-only views; it pickles as its path, for workers."""
 
     def __init__(self, prefix: Path | str) -> None:
         self.bin_path, self.idx_path = pair_paths(prefix)
@@ -235,7 +235,7 @@ def _blocks(array: Array) -> Iterator[Array]:
 
 
 def publish_pairs(pairs: Sequence[tuple[Path, Path, Path | str]]) -> None:
-    """Gives finished (.bin, .idx) files their final prefixes. A reader never meets a .bin with the .idx of another one.
+    """Gives finished (.bin, .idx) files their final prefixes. A reader never finds a .bin with the .idx of another one.
 
     The .idx is what makes a dataset: all old ones go first, all new ones come last. A .bin that is not there has its final
     name already, from a call that was killed; calling again completes it.

@@ -1,8 +1,8 @@
 """Batches for one data-parallel rank, prefetched by threads.
 
 The invariant: what `get` returns is a pure function of (samples, consumed samples, batch size, rank, number of ranks).
-Prefetching only guesses the next call; a wrong guess costs time and changes nothing. No other file of the data side imports
-torch.
+Prefetching only predicts the next call; a wrong prediction costs time and changes nothing. No other file of this package
+imports torch.
 """
 
 from abc import ABC, abstractmethod
@@ -29,14 +29,14 @@ M = TypeVar("M", "MicroBatch", "BertMicroBatch")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B samples of T tokens, in page-locked memory where a CUDA device wants to fetch them."""
+    """B samples of T tokens, in page-locked memory where CUDA is available."""
 
     tokens: Tensor
     """[B, T] int64."""
     labels: Tensor
     """[B, T] int64, the token after each one."""
     loss_mask: Tensor
-    """[B, T] float32, 0 where no loss is wanted."""
+    """[B, T] float32, 0 where a token has no loss."""
     position_ids: Tensor | None
     """[B, T] int64, counted from the last end of document; None: 0 to T - 1 everywhere."""
     document_ids: Tensor | None
@@ -68,7 +68,7 @@ class BertMicroBatch:
 
 
 def _move_to(batch: M, device: torch.device | str) -> M:
-    """The same on another device; from page-locked memory the copy overlaps with what the device computes."""
+    """A copy on another device; from page-locked memory the copy overlaps with computation."""
     tensors: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
     moved: dict[str, Any] = {
         name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()

@@ -16,7 +16,7 @@ __all__ = ["Recipe", "Tokenizer", "build_tokenizer", "read_recipe"]
 
 
 def __getattr__(name: str) -> Any:
-    """Engines need numpy; those who only ask what a tokenizer is do not wait for it."""
+    """Loads Tokenizer at first use: engines need numpy, reading a recipe does not."""
     if name != "Tokenizer":
         raise AttributeError(f"module 'holdfast.tokenizers' has no attribute '{name}'")
     from holdfast.tokenizers.tokenizer import Tokenizer

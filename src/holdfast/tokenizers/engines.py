@@ -50,7 +50,7 @@ class FastEngine:
 
 
 class ReferenceEngine:
-    """Hugging Face's tokenizers: the meaning of a tokenizer.json."""
+    """Hugging Face's tokenizers, which define what a tokenizer.json means."""
 
     def __init__(self, recipe: Recipe) -> None:
         import tokenizers

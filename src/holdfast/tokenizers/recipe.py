@@ -14,6 +14,7 @@ import orjson
 from holdfast.system.errors import HoldfastError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
+BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MERGE = re.compile(r"^(?!#version)[^ \n]* [^ \n]*$", re.MULTILINE)
 SPECIAL_NAMES = ("special_tokens_map.json", "tokenizer_config.json")
 
@@ -40,7 +41,7 @@ class Recipe:
 
     @property
     def looks_like_bert(self) -> bool:
-        """The word stands in every BERT definition; only those that have it are worth parsing."""
+        """Whether the definition may be BERT's; every BERT definition holds this word, so others need no parsing."""
         return self.family == "json" and '"BertPreTokenizer"' in self.definition
 
 
@@ -160,6 +161,29 @@ def _added_token(content: str, number: int) -> dict[str, Any]:
     return {"id": number, "content": content, **flags}
 
 
+def _definition(
+    model: dict[str, Any],
+    special: dict[str, int],
+    *,
+    normalizer: dict[str, Any] | None = None,
+    pre_tokenizer: dict[str, Any],
+    decoder: dict[str, Any],
+) -> str:
+    """The text of a tokenizer.json."""
+    definition = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added_token(token, number) for token, number in special.items()],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+    return orjson.dumps(definition).decode()
+
+
 def _gpt2(vocab_file: Path, merge_file: Path) -> Recipe:
     """GPT-2's byte-level BPE, as Hugging Face's fast tokenizer computes it; <|endoftext|> inside a text is the special token."""
     vocabulary_bytes, merges_bytes = _read(vocab_file), _read(merge_file)
@@ -171,30 +195,20 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> Recipe:
     merges = MERGE.findall(merges_bytes.decode("utf-8", "replace").replace("\r\n", "\n"))
     eod = vocabulary.get(END_OF_TEXT, len(vocabulary))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    definition = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added_token(END_OF_TEXT, eod)],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": merges,
-        },
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": merges,
     }
+    text = _definition(model, {END_OF_TEXT: eod}, pre_tokenizer=byte_level, decoder=byte_level)
     size = max(max(vocabulary.values()), eod) + 1
-    text = orjson.dumps(definition).decode()
     return Recipe(
         "GPT2BPETokenizer", "json", text, size, eod, pad=eod, bos=eod, digest=_digest(vocabulary_bytes, merges_bytes)
     )
@@ -207,50 +221,39 @@ def _bert(vocab_file: Path, tokenizer_type: str) -> Recipe:
     if tokens and not tokens[-1]:
         tokens.pop()
     vocabulary = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
-    missing = [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name not in vocabulary]
+    missing = [name for name in BERT_SPECIAL if name not in vocabulary]
     if missing:
         raise HoldfastError(f"{vocab_file} is not a BERT vocab.txt: it lacks {', '.join(missing)}")
-    lower = tokenizer_type == "BertWordPieceLowerCase"
-    special = {name: vocabulary[name] for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
-    definition = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added_token(name, number) for name, number in special.items()],
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": True,
-            "strip_accents": None,
-            "lowercase": lower,
-        },
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": None,
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        "model": {
-            "type": "WordPiece",
-            "unk_token": "[UNK]",
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-            "vocab": vocabulary,
-        },
+    pad, _, cls, sep, mask = (vocabulary[name] for name in BERT_SPECIAL)
+    normalizer = {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": None,
+        "lowercase": tokenizer_type == "BertWordPieceLowerCase",
     }
+    model = {
+        "type": "WordPiece",
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+        "vocab": vocabulary,
+    }
+    text = _definition(
+        model,
+        {name: vocabulary[name] for name in BERT_SPECIAL},
+        normalizer=normalizer,
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
+    )
+    digest = _digest(content, tokenizer_type.encode())
     return Recipe(
-        tokenizer_type,
-        "json",
-        orjson.dumps(definition).decode(),
-        len(tokens),
-        special["[SEP]"],
-        special["[CLS]"],
-        special["[SEP]"],
-        special["[MASK]"],
-        special["[PAD]"],
-        digest=_digest(content, tokenizer_type.encode()),
+        tokenizer_type, "json", text, len(tokens), eod=sep, cls=cls, sep=sep, mask=mask, pad=pad, digest=digest
     )
 
 
 def _hugging_face(file: Path, special_tokens: bool) -> Recipe:
-    """A tokenizer.json, with tokenizer_config.json beside it, which names the begin and the end of a text."""
+    """A tokenizer.json; tokenizer_config.json beside it names the begin and end tokens of a text."""
     content = _read(file)
     definition = _json(file, content)
     vocabulary, added = _vocabulary_of(file, definition)

@@ -17,7 +17,7 @@ EngineChoice = Literal["auto", "fast", "reference"]
 
 
 class Tokenizer:
-    """A recipe and the engine that computes it. Pickles as its recipe and builds its engine anew."""
+    """A recipe and the engine that computes it. Pickles as its recipe; unpickling builds the engine again."""
 
     def __init__(self, recipe: Recipe, engine: EngineChoice = "auto") -> None:
         self.recipe, self._choice = recipe, engine
@@ -47,7 +47,7 @@ class Tokenizer:
         return self._engine.decode(ids)
 
     def fresh_copy(self) -> "Tokenizer":
-        """Another one that has seen nothing yet."""
+        """The same tokenizer with an empty cache."""
         return Tokenizer(self.recipe, self._choice)
 
     def __reduce__(self) -> tuple[type["Tokenizer"], tuple[Recipe, EngineChoice]]:

@@ -1,4 +1,4 @@
-"""Training a tokenizer on the user's own text, with the tokenizers library, in the formats that everyone reads.
+"""Trains a tokenizer on the user's own text with the tokenizers library, in the usual file formats.
 
 Byte-level BPE gives GPT-2's vocab.json and merges.txt, WordPiece gives BERT's vocab.txt; the same texts give the same files.
 """
@@ -15,7 +15,7 @@ import orjson
 
 from holdfast.system.atomic_files import check_can_write, publish_bytes
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.tokenizers.recipe import END_OF_TEXT
+from holdfast.tokenizers.recipe import BERT_SPECIAL, END_OF_TEXT
 
 if TYPE_CHECKING:
     from tokenizers import normalizers
@@ -26,7 +26,6 @@ FILE_NAMES: dict[TokenizerKind, tuple[str, ...]] = {
     "wordpiece": ("vocab.txt",),
     "wordpiece-cased": ("vocab.txt",),
 }
-BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CACHED_CHARACTERS = 50_000_000
 INTERRUPT_SECONDS = 0.5
 
@@ -56,7 +55,7 @@ def train_tokenizer(
         raise UsageError(f"--vocab-size {vocab_size} is too small: a {kind} vocabulary starts at {smallest}")
     if kind != "bpe" and isinstance(texts, Iterator):
         texts = list(texts)
-    counted = _Counted(texts)
+    counted = _CountedTexts(texts)
     files = _interruptibly(
         lambda: (
             _train_bpe(counted, vocab_size)
@@ -72,36 +71,36 @@ def train_tokenizer(
     return tuple(folder / name for name in files)
 
 
-class _Counted:
-    """Texts as they pass, with the number of characters seen; none any more once `wanted` is False."""
+class _CountedTexts:
+    """Counts the characters of the texts that pass; raises once `stopped` is set."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._texts, self.characters, self.wanted = texts, 0, True
+        self._texts, self.characters, self.stopped = texts, 0, False
 
     def __iter__(self) -> Iterator[str]:
         for text in self._texts:
-            if not self.wanted:
-                raise HoldfastError("the tokenizer training was interrupted")
+            if self.stopped:
+                raise HoldfastError("training was interrupted")
             self.characters += len(text)
             yield text
 
 
-def _interruptibly(learn: Callable[[], dict[str, bytes]], texts: _Counted) -> dict[str, bytes]:
+def _interruptibly(learn: Callable[[], dict[str, bytes]], texts: _CountedTexts) -> dict[str, bytes]:
     """Runs `learn` in a thread that ends with the program: the library does not react to Ctrl-C for minutes."""
-    learnt: Future[dict[str, bytes]] = Future()
+    result: Future[dict[str, bytes]] = Future()
 
     def work() -> None:
         try:
-            learnt.set_result(learn())
+            result.set_result(learn())
         except BaseException as error:
-            learnt.set_exception(error)
+            result.set_exception(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
-        return learnt.result()
+        return result.result()
     except KeyboardInterrupt:
-        texts.wanted = False
+        texts.stopped = True
         thread.join(INTERRUPT_SECONDS)
         raise
 
@@ -197,14 +196,14 @@ def _bert_normalizer(lowercase: bool) -> "normalizers.BertNormalizer":
 
 
 def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
-    """The texts' words, few of them twice: enough to see every character in every place, in a fraction of the time."""
+    """Yields the words of the texts, most of them once: every character in every position, in a fraction of the time."""
     seen: set[str] = set()
-    remembered = 0
+    cached = 0
     for text in texts:
         counts.update(text)
-        if remembered > CACHED_CHARACTERS:
-            seen, remembered = set(), 0
+        if cached > CACHED_CHARACTERS:
+            seen, cached = set(), 0
         new = " ".join(set(text.split(" ")) - seen)
         seen.update(new.split(" "))
-        remembered += len(new)
+        cached += len(new)
         yield new

@@ -29,7 +29,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _ASCII_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
 CACHED_CHARACTERS, CACHE_ENTRIES = 40, 1 << 18
 LONGEST_NATIVE = 32 << 10
-_NEW, _FINE, _WRONG = np.uint8(0), np.uint8(1), np.uint8(2)
+_NEW, _SAME, _DIFFERENT = np.uint8(0), np.uint8(1), np.uint8(2)
 
 
 def is_bert(definition: dict[str, Any]) -> bool:
@@ -46,7 +46,7 @@ def is_bert(definition: dict[str, Any]) -> bool:
 
 
 class WordTable(dict[str, bytes]):
-    """Word to the bytes of its ids (uint32); a word that is not there is worked out, and kept while there is room."""
+    """Maps a word to the bytes of its ids (uint32); computes a new word, and keeps it while there is room."""
 
     def __init__(self, model: dict[str, Any]) -> None:
         self._vocabulary: dict[str, int] = model["vocab"]
@@ -116,8 +116,8 @@ def ascii_words(text: str, lowercase: bool) -> list[str]:
 class TokieEngine:
     """tokie, for the texts that it computes as the reference does.
 
-    It takes some rare characters differently (unassigned ones, above all), and very long words. BERT's rules look at characters
-    one by one, so each new character is tried once in a few places beside the reference; a text with one that differs is refused.
+    It encodes some rare characters (mostly unassigned ones) and very long words differently. BERT's rules treat characters one by
+    one, so each new character is compared with the reference once, in a few positions; a text with one that differs is unsafe.
     """
 
     def __init__(self, recipe: Recipe, reference: ReferenceEngine) -> None:
@@ -128,19 +128,19 @@ class TokieEngine:
             file.flush()
             self._tokenizer: Any = tokie.Tokenizer.from_json(file.name)
         self._reference = reference
-        self._verdicts = np.full(sys.maxunicode + 1, _NEW)
+        self._classes = np.full(sys.maxunicode + 1, _NEW)
         if not all(self._agree([word * length for word in ("x", "é", "e\u0301") for length in (100, 101)])):
             raise ValueError("tokie cuts long words differently")
 
     def unsafe_texts(self, texts: Sequence[str], whole: str) -> set[int]:
-        """The numbers of those texts that it may compute differently; `whole` is the texts with a character between them."""
+        """The numbers of the texts that tokie may encode differently; `whole` is the texts joined by one character."""
         characters = np.frombuffer(whole.encode("utf-32-le", "surrogatepass"), np.uint32)
-        verdicts = self._verdicts.take(characters)
-        if not verdicts.all():
-            self._classify(np.unique(characters[verdicts == _NEW]))
-            verdicts = self._verdicts.take(characters)
+        classes = self._classes.take(characters)
+        if not classes.all():
+            self._classify(np.unique(characters[classes == _NEW]))
+            classes = self._classes.take(characters)
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-        wrong = np.searchsorted(np.cumsum(lengths + 1), np.flatnonzero(verdicts == _WRONG), side="right")
+        wrong = np.searchsorted(np.cumsum(lengths + 1), np.flatnonzero(classes == _DIFFERENT), side="right")
         return {*np.unique(wrong).tolist(), *np.flatnonzero(lengths > LONGEST_NATIVE).tolist()}
 
     def encode_batch(self, texts: Sequence[str]) -> FlatIds:
@@ -150,9 +150,9 @@ class TokieEngine:
         return ids, offsets
 
     def _classify(self, characters: npt.NDArray[np.uint32]) -> None:
-        """Tries characters that are new."""
+        """Compares tokie with the reference for characters not seen before."""
         agree = self._agree([f"a{one}b {one} c{one}" for one in map(chr, characters.tolist())])
-        self._verdicts[characters] = np.where(agree, _FINE, _WRONG)
+        self._classes[characters] = np.where(agree, _SAME, _DIFFERENT)
 
     def _agree(self, texts: Sequence[str]) -> list[bool]:
         """Whether it and the reference give the same ids, for each of the texts."""

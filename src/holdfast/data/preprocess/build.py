@@ -1,7 +1,7 @@
 """Builds a dataset, from the input to PREFIX_KEY_document.bin and .idx.
 
 The input is cut into units; workers encode each into a part; parts are appended in the order of the input; at the end everything
-gets its final name. Every step leaves a state on disk from which the next call goes on.
+gets its final name. Every step leaves a state on disk from which the next call resumes.
 """
 
 import resource
@@ -101,7 +101,7 @@ class DatasetBuild:
         """The settings that an unfinished run must share with this one to be continued; bad lines may be treated otherwise."""
         settings = self.settings()
         del settings["on_bad_line"], settings["sources"]
-        return {**settings, "cutting_rules": cutting_rules(self.files)}
+        return {**settings, "cuts": cutting_rules(self.files)}
 
     def keep_unchanged(self, history: History, before: Mapping[str, Any], now: Mapping[str, Any]) -> History:
         """What stays valid of an unfinished run whose input has changed since."""

@@ -1,4 +1,4 @@
-"""What an earlier call of a run has done, as its journal tells: a state after each appended unit, and the parts not appended yet.
+"""What an earlier call of a run has done, read from its journal: a state per appended unit, and the parts not appended yet.
 
 The invariant: the files of the run, cut to the sizes of any state in a History, hold exactly the units before its `next_unit`.
 
@@ -45,7 +45,7 @@ class AppendState:
     file: int = -1
     line: int = 0
     offset: int = 0
-    """Lines and bytes of the current file that are behind us."""
+    """Lines and bytes of the current file that are appended."""
     lines: int = 0
     size: int = 0
     bad: int = 0
@@ -154,7 +154,7 @@ def keep_unchanged(
 
 
 class _FileComparison:
-    """Compares the units of one file with what the history says of them."""
+    """Compares the units of one file with the history."""
 
     def __init__(self, history: History, file: InputFile, number: int) -> None:
         self._history, self._file = history, file.number

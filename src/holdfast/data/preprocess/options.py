@@ -12,7 +12,7 @@ from holdfast.system.errors import UsageError
 class PreprocessOptions:
     """Text to a Megatron dataset: PREFIX_KEY_document.bin and .idx, byte for byte as Megatron's preprocess_data.py writes them.
 
-    A call that was killed continues where it was when it is repeated. Exit code 3: done, but bad lines were skipped.
+    Repeat a call that was killed, and it resumes. Exit code 3: done, but bad lines were skipped.
 
     Examples:
 
@@ -65,9 +65,9 @@ class PreprocessOptions:
     workers: int | None = None
     """Worker processes. Unset: one per core."""
     partitions: int = 1
-    """Make the dataset in this many shares and join them."""
+    """Build the dataset in this many partitions and join them."""
     partition_index: int | None = None
-    """Make only this share (from 0); a call without it joins them."""
+    """Build only this partition (from 0); a call without it joins them."""
     log_interval: int | None = None
     """Print Megatron's progress line after every this many documents."""
     json: bool = False

@@ -1,4 +1,4 @@
-"""PREFIX.json: what a dataset was made of, with what, and what came out; and the summary that a person reads."""
+"""PREFIX.json: the input, tokenizer, versions and results of a dataset; and the summary for people."""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ class Summary:
 
 
 def provenance_path(prefix: str, inputs: Sequence[str]) -> Path:
-    """PREFIX.json, or PREFIX.provenance.json where that name is an input or somebody else's file."""
+    """PREFIX.json, or PREFIX.provenance.json where that name is an input or a file that Holdfast did not write."""
     path = Path(prefix + ".json")
     taken = any(Path(name).resolve() == path.resolve() for name in inputs if name != "-")
     if taken or (path.exists() and read_provenance(path) is None):
@@ -72,9 +72,9 @@ def read_provenance(path: Path) -> dict[str, Any] | None:
 
 
 def tokenizer_of_data(prefix: Path | str) -> dict[str, Any] | None:
-    """What PREFIX.json says of the tokenizer that made a .bin/.idx pair: type, digest_sha256, vocab_size. None if nothing does.
+    """The tokenizer of a .bin/.idx pair by its PREFIX.json: type, digest_sha256, vocab_size. None without such a record.
 
-    A record of other files than those that are there now is not believed.
+    A record whose file sizes differ from the files is ignored.
     """
     pair = Path(prefix)
     parts = pair.name.split("_")

@@ -1,4 +1,4 @@
-"""What a person sees of a run of `preprocess`: a bar, or Megatron's lines with --log-interval."""
+"""The progress of a run of `preprocess`, for people: a bar, or Megatron's lines with --log-interval."""
 
 import time
 from collections.abc import Sequence

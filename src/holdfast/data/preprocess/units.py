@@ -73,7 +73,7 @@ def lines_before(files: Sequence[InputFile], unit: Unit) -> tuple[int, int]:
 
 
 def identity(file: InputFile) -> dict[str, Any]:
-    """What tells that an input is still the same: name, size, time, and a digest of its first and last bytes."""
+    """The identity of an input: name, size, modification time, and a digest of its first and last bytes."""
     if file.path == "-":
         return {"path": "-"}
     path = Path(file.path).resolve()

@@ -1,8 +1,8 @@
 """The worker pool of a run: the parent hands out units in order and receives results as they are ready.
 
 The pool starts one interpreter, which loads the tokenizer once and forks the workers, so that they share its tables; each
-worker has its own socket to the parent. The interpreter starts from nothing: the caller may have any number of threads, and a script
-without an `if __name__ == "__main__"` guard works. All of it is in a session of its own, so Ctrl-C reaches the parent alone.
+worker has its own socket to the parent. The interpreter starts from nothing: the caller may have any number of threads, and a
+script without an `if __name__ == "__main__"` guard works. Its session is its own: Ctrl-C reaches the parent alone.
 The invariant: no worker outlives its pool. `close` kills the process group; a worker whose parent is gone reads the end of its
 socket and exits.
 """
@@ -112,7 +112,7 @@ class WorkerPool:
         try:
             return connection.recv()
         except (EOFError, OSError) as error:  # OSError: it was killed in the middle of a message
-            raise HoldfastError(f"{self._cause()}; what is done is kept, call again to go on") from error
+            raise HoldfastError(f"{self._cause()}; finished work is kept; run the command again to continue") from error
 
     def _cause(self) -> str:
         """Why a worker is gone: the process that forked it exits with the worker's status."""

@@ -1,9 +1,9 @@
 """What a run of `preprocess` has done so far, on disk: PREFIX.preprocessing/ beside the final names.
 
-    settings.json          what is being made of what; another run must want the same to go on
+    settings.json          what decides the result; only a call with the same settings continues the run
     journal.jsonl          a line per finished part, and the state after each part that was appended
     0.bin 0.lengths 0.documents    (one set per key) the dataset as far as it is appended, in the order of the input
-    bad.jsonl              bad lines met so far
+    bad.jsonl              bad lines found so far
     parts/                 finished parts that wait for an earlier one
 
 The invariant: after a kill at any instant, the last state in the journal, with the files cut to the sizes it names, is a whole
@@ -126,7 +126,7 @@ class Workspace:
             changed, overwrite = ["inputs"], True  # standard input cannot be read again
         complete = bool(history.states) and history.states[-1].complete
         if not changed or (
-            not overwrite and not complete and {*changed} <= {"inputs", "cutting_rules"} and same_files(before, wanted)
+            not overwrite and not complete and {*changed} <= {"inputs", "cuts"} and same_files(before, wanted)
         ):
             # The units are those of the run that began the work; any size gives the same dataset.
             wanted["unit_bytes"] = before["unit_bytes"]
@@ -245,7 +245,7 @@ class Workspace:
             self._journal.write({"file": self.state.file, "digest": self.state.digest})
 
     def _write_state(self) -> None:
-        """Writes the state to the journal, now and then after syncing what it speaks of."""
+        """Writes the state to the journal, now and then after syncing the files it describes."""
         now = time.monotonic()
         self.state.synced = self.state.complete or now - self._last_sync > SYNC_SECONDS
         if self.state.synced:

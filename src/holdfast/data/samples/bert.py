@@ -32,7 +32,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BertVocabulary:
-    """What the samples have to know of the tokenizer."""
+    """The part of a tokenizer that the samples need."""
 
     size: int
     cls: int

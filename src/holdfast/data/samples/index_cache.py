@@ -1,10 +1,10 @@
 """Sample indices on disk, built once however many processes start at the same moment, and memory-mapped by all of them.
 
 An index is a folder of `.npy` files whose name carries a hash of everything that decides its content, among it the identity
-of the data, so a rebuilt dataset never meets an old index. The invariant is that of publish.py: the folder appears whole, by
-rename. Two processes that build the same index write the same bytes, and whoever comes second finds it there; nothing is
-right or wrong by a lock. The lease beside it only saves work: who holds it builds and keeps touching it, the others wait, and
-when its process is gone or the touching has stopped, one of them takes over (system/leases.py says how).
+of the data, so a rebuilt dataset never gets an old index. The invariant: the folder appears whole, by rename
+(system/atomic_files.py). Two processes that build the same index write the same bytes, and the second one finds the first one's;
+correctness does not depend on a lock. The lease beside it only saves work: its owner builds and renews it, the others wait, and
+when the owner is gone or stops renewing, one of them takes over (system/leases.py).
 """
 
 import errno
@@ -24,7 +24,7 @@ from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import BackgroundLease, HolderLiveness, Lease, OwnedLease, claim, newest_lease
 from holdfast.system.progress import log
 
-# Goes up when files are added or mean something else: an index of an older Holdfast is then made anew, not misread.
+# Goes up when files are added or mean something else: an index of an older Holdfast is then rebuilt, not misread.
 FORMAT = 1
 POLL_SECONDS = 0.1
 LOG_AFTER_SECONDS = 5.0
@@ -42,7 +42,7 @@ def open_index(folder: Path, kind: str, identity: Mapping[str, Any], build: Call
 
 
 def data_identity(prefix: Path | str) -> dict[str, Any]:
-    """What tells this state of a `.bin/.idx` pair from another: sizes, and when the index was written."""
+    """The identity of a `.bin/.idx` pair: sizes, and when the index was written."""
     index, tokens = Path(f"{prefix}.idx").stat(), Path(f"{prefix}.bin").stat()
     return {"idx_bytes": index.st_size, "idx_mtime_ns": index.st_mtime_ns, "bin_bytes": tokens.st_size}
 
@@ -75,7 +75,7 @@ def _publish(path: Path, description: str, build: Callable[[Path], None]) -> Non
             (temporary / "description.json").write_text(description)
             build(temporary)
     except (OSError, HoldfastError):
-        # Somebody else was faster; what is there is whole.
+        # Another process was faster; its index is whole.
         if not path.exists():
             raise
     elapsed = time.monotonic() - started
@@ -87,4 +87,4 @@ def _claim(leases: Path, last: Lease | None) -> OwnedLease | None:
     try:
         return claim(leases, last)
     except FileNotFoundError:
-        return None  # swept, because the index is there
+        return None  # removed, because the index is there

@@ -40,7 +40,7 @@ def mask_tokens(
     seed: int,
     sample: int,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """What the model sees, and the positions it has to predict. `continues` tells the pieces that continue a word."""
+    """What the model sees, and the positions it has to predict. `continues` marks the pieces that continue a word."""
     places = np.flatnonzero(maskable)
     chosen = places[_choose(_word_starts(continues[places], masking.whole_word), len(places), masking, seed, sample)]
     draws = uniform(random_words(seed, REPLACE, sample, 2 * len(chosen)))[0].reshape(2, -1)

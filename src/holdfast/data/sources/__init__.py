@@ -6,7 +6,7 @@ A source is a module with two functions, named in SOURCES:
     read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]     the documents of one unit, in another process
 
 The invariant: the units of a file depend on the file alone, and each document of the file is read by exactly one of them. So a
-run can be cut off, continued and shared out, and gives the same bytes.
+run can be interrupted, continued and partitioned, and gives the same bytes.
 """
 
 import importlib
@@ -43,7 +43,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Unit:
-    """A stretch of one file. What `start` and `end` count is its source's affair; `position` and `weight` are bytes on disk."""
+    """A stretch of one file. The source defines what `start` and `end` count; `position` and `weight` are bytes on disk."""
 
     file: int
     path: str
@@ -59,7 +59,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is no document: its number and byte offset in the batch (from 0), and what is wrong with it."""
+    """A line that is not a document: its number and byte offset in the batch (from 0), and what is wrong with it."""
 
     line: int
     offset: int

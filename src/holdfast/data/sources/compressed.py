@@ -1,4 +1,4 @@
-"""Reading .gz, .xz, .zst and .bz2: as one stream, or from any place where decoding can begin anew.
+"""Reading .gz, .xz, .zst and .bz2: as one stream, or from any position where decoding can start.
 
 Frames of zst, blocks of xz and streams of bz2 are decoded independently of each other, so several workers can share one file.
 The invariant: a truncated or damaged file is an error that names it, never a quiet end.
@@ -149,7 +149,7 @@ def _zst_frame_length(descriptor: int, position: int, head: bytes, path: str) ->
 
 
 def _bz2_streams(path: str) -> list[int]:
-    """Streams begin on a byte with BZh, a digit and the block magic: ten bytes that do not turn up by chance."""
+    """Streams begin on a byte with BZh, a digit and the block magic: ten bytes that do not occur by chance."""
     import mmap
     import re
 
@@ -213,7 +213,7 @@ def _xz_index(index: bytes) -> list[int]:
     sizes = []
     for _ in range(number()):
         sizes.append(number())
-        number()  # the uncompressed size, which nobody here needs
+        number()  # the uncompressed size is not needed
     return sizes
 
 

@@ -17,7 +17,7 @@ from holdfast.system.errors import HoldfastError
 
 PARQUET_MAGIC = b"PAR1"
 INPUT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".xml", ".parquet")
-# A multistream dump lies beside the table of its streams, which is not text.
+# The index file beside a multistream dump is not text.
 DUMP_INDEX_SUFFIX = "-multistream-index.txt"
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
 HEAD_BYTES = 4096

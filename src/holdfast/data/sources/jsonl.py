@@ -89,7 +89,7 @@ def _parse_carefully(lines: Sequence[bytes], keys: Sequence[str], size: int) -> 
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[Value]:
-    """The values of one line's keys; ValueError says why the line is no document."""
+    """The values of one line's keys; ValueError gives the reason why the line is not a document."""
     record = _load(line)
     if not isinstance(record, dict):
         raise ValueError(f"it is {_named(record)}, not an object with the key '{keys[0]}'")

@@ -1,7 +1,7 @@
 """Cutting a file of lines into stretches that can be read alone, wherever the cuts fall.
 
 The convention: a stretch owns the lines that begin after its first byte, up to and including the one that begins right at its
-end; the first stretch of a file also owns the line at byte 0. So a reader needs to know nothing of its neighbours: it skips
+end; the first stretch of a file also owns the line at byte 0. So a reader is independent of its neighbours: it skips
 through the first line break, and reads on through the first line break behind its end.
 """
 
@@ -40,7 +40,7 @@ def line_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
 def _frame_units(file: InputFile, starts: list[int], unit_bytes: int) -> Iterator[Unit]:
     begin = starts[0]
     for start in [*starts[1:], file.size]:
-        # Text compresses to a third or less: frames are gathered until they are worth a worker's while.
+        # Text compresses to a third or less: frames are combined until a unit is large enough.
         if start - begin >= unit_bytes // 4 or start == file.size:
             first = begin == starts[0]
             how = "first frames" if first else "frames"
@@ -50,7 +50,7 @@ def _frame_units(file: InputFile, starts: list[int], unit_bytes: int) -> Iterato
 
 def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
     """Units that carry their lines: one reader decompresses, all workers tokenize."""
-    # Standard input has no name to open; closefd leaves it open for whoever reads it next.
+    # Standard input has no name to open; closefd leaves it open for later readers.
     with open(sys.stdin.fileno() if file.path == "-" else file.path, "rb", closefd=file.path != "-") as stream:
         before = 0
         compression = file.compression or sniff(stream.peek(8)[:8])

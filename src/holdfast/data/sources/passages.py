@@ -43,7 +43,7 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
             text = document.decode()
         except UnicodeDecodeError as error:
             at = begin + error.start
-            reason = f"it is not UTF-8 ({error.reason}), so its passage is no document"
+            reason = f"it is not UTF-8 ({error.reason}), so its passage is not a document"
             batch.bad.append(BadLine(content.count(b"\n", 0, at), at, reason))
             continue
         for column in batch.values:

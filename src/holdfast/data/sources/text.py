@@ -20,7 +20,7 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start)
-        bad = BadLine(line, error.start, f"it is not UTF-8 ({error.reason}), so the file is no document")
+        bad = BadLine(line, error.start, f"it is not UTF-8 ({error.reason}), so the file is not a document")
         yield DocumentBatch([[] for _ in keys], lines, len(content), [bad], content)
         return
     yield DocumentBatch([[text] for _ in keys], lines, len(content), content=content)

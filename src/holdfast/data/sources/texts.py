@@ -1,4 +1,4 @@
-"""The texts of an input, one after the other in this process: what a tokenizer is learnt from."""
+"""The texts of an input, read one after the other in this process, to train a tokenizer on."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from holdfast.system.progress import Bar
 
 
 class Texts:
-    """In the order of the input, and as often as they are asked for; only standard input can be read but once."""
+    """Iterates in the order of the input, any number of times; standard input can be read only once."""
 
     def __init__(
         self,

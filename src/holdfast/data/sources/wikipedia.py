@@ -119,7 +119,7 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
 
 
 def parse_page(page: bytes, namespaces: frozenset[str] = DROPPED_NAMESPACES) -> dict[str, Value] | None:
-    """Title, id and text of an article; None for what is no article or has no text of its own."""
+    """Title, id and text of an article; None where the page is not an article or has no text of its own."""
     namespace, model = _NAMESPACE.search(page), _MODEL.search(page)
     title, number, texts = _TITLE.search(page), _ID.search(page), _TEXT.findall(page)
     if (namespace and namespace[1] != b"0") or (model and model[1] != b"wikitext"):
@@ -158,7 +158,7 @@ def dropped_namespaces(path: str) -> frozenset[str]:
 
 
 def _pages(unit: Unit) -> Iterator[bytes | DamagedStream]:
-    """The pages that begin in the unit, each from <page> to </page>, and the damage that was met."""
+    """The pages that begin in the unit, each from <page> to </page>, and the damaged streams among them."""
     held = b""
     for piece in _own_pieces(unit):
         if isinstance(piece, DamagedStream):

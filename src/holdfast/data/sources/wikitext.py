@@ -2,7 +2,7 @@
 
 Left out are comments, references, templates, tables, images, categories, headings, formulas and other embedded things; links
 become their label, lists lose their marks. Every step passes over the text once or a fixed number of times, whatever the markup
-looks like: articles are written by hand and by vandals, so brackets that never close are text, and cost no more than text.
+looks like: markup may be malformed, so brackets that never close are text, and cost no more than text.
 """
 
 import html
@@ -51,7 +51,7 @@ def plain_text(markup: str, namespaces: Collection[str] = DROPPED_NAMESPACES) ->
         return _KEPT.format(len(kept) - 1)
 
     text = _COMMENT.sub("", markup.replace("\x00", ""))
-    # Behind the last end there is nothing to find, and the search would begin anew at each opening tag.
+    # Behind the last end there is nothing to find, and the search would start over at each opening tag.
     end = text.lower().rfind("</nowiki>") + len("</nowiki>")
     text = _NOWIKI.sub(keep, text[:end]) + text[end:]
     text = without_elements(text)
