@@ -89,7 +89,7 @@ def test_fast_engines_equal_the_reference(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["BertWordPieceLowerCase", "BertWordPieceCase"])
 def test_bert_without_tokie_is_the_same(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokie", None)
-    monkeypatch.setattr("holdfast.tokenizers.wordpiece.REMEMBERED", 1000)
+    monkeypatch.setattr("holdfast.tokenizers.wordpiece.CACHE_ENTRIES", 1000)
     table = build_tokenizer(name, folder / "vocab.txt", engine="fast")
     assert table.engine.startswith("word table")
     reference = build_tokenizer(name, folder / "vocab.txt", engine="reference")
