@@ -41,7 +41,7 @@ MISTAKES = [
     ("tokenizer train --input empty.jsonl --vocab-size 300 --output-dir new", 1, "no text to learn"),
     ("merge --input nothing --output-prefix out", 1, "nothing.idx does not exist"),
     ("merge --input . --output-prefix out", 1, "holds no .idx file"),
-    ("fetch a.jsonl", 2, "a.jsonl is on this machine already"),
+    ("fetch a.jsonl", 2, "a.jsonl exists on this machine"),
     ("fetch gpt2 --timeout 0", 2, "more than 0 seconds"),
     ("fetch http://127.0.0.1:9/x --timeout 0.5", 1, "no byte received within 0.5 s"),
     ("fetch file:///nowhere/x --cache-dir a.jsonl", 1, "the cache a.jsonl is not a folder"),
