@@ -237,8 +237,8 @@ def _empty_state(
     like_parameter = tuple(parameter.shape) == shape or (rows and tuple(parameter.shape)[1:] == shape[1:] and shape)
     if like_parameter:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    on_device = not shape and not (group.get("fused") or group.get("capturable"))
-    return torch.zeros(shape, dtype=dtype, device="cpu" if on_device else parameter.device)
+    on_host = not shape and not (group.get("fused") or group.get("capturable"))
+    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
 
 
 def _plain(key: str, value: Any) -> Any:
