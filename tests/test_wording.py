@@ -24,25 +24,6 @@ INSTEAD = {
     "tell|tells|told": "report, send, log, show",
     "wish|wishes|wished": "request",
 }
-# Files that still use such words. Remove a file from the list when it is reworded; add none.
-PENDING: set[str] = {
-    "src/holdfast/data/fingerprint.py",
-    "src/holdfast/data/indexed.py",
-    "src/holdfast/data/preprocess/append.py",
-    "src/holdfast/data/preprocess/provenance.py",
-    "src/holdfast/data/preprocess/units.py",
-    "src/holdfast/data/samples/index_cache.py",
-    "src/holdfast/data/samples/masking.py",
-    "src/holdfast/data/sources/compressed.py",
-    "src/holdfast/data/sources/lines.py",
-    "src/holdfast/data/sources/wikitext.py",
-    "src/holdfast/tokenizers/tokenizer.py",
-    "tests/data/preprocess/test_sentences.py",
-    "tests/data/samples/test_bert.py",
-    "tests/data/sources/test_wikipedia.py",
-    "tests/tokenizers/test_tokenizers.py",
-    "tests/train/run_folder/test_identity.py",
-}
 
 
 def words_of(text: str) -> str:
@@ -60,8 +41,6 @@ def test_names_and_prose_use_the_words_of_the_field():
     pattern = re.compile(rf"\b({'|'.join(INSTEAD)})\b")
     found = []
     for path in pages():
-        if str(path.relative_to(ROOT)) in PENDING:
-            continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             found += [f"{path.relative_to(ROOT)}:{number}: {word}" for word in pattern.findall(words_of(line))]
     assert not found, "use other words (INSTEAD suggests some):\n" + "\n".join(found)

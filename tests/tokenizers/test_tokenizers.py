@@ -106,14 +106,14 @@ def test_texts_that_tokie_takes_differently_are_computed_elsewhere(folder: Path)
     (folder / "bert.json").write_text(bert.recipe.definition)
     alone = tokie.Tokenizer.from_json(str(folder / "bert.json"))
     rare = "a\u0378b \x7f \u2da7"
-    assert alone.encode(rare, False).ids != reference.encode(rare), "nothing is tested if tokie has been mended"
+    assert alone.encode(rare, False).ids != reference.encode(rare), "nothing is tested if tokie is exact here now"
     mixed = ["plain", rare, "more of it", "x" * 100_000, "[MASK] here", "Σίσυφος"]
     ids, offsets = bert.encode_batch(mixed)
     for number, text in enumerate(mixed):
         assert ids[offsets[number] : offsets[number + 1]].tolist() == reference.encode(text)
 
 
-def test_a_tokenizer_json_adds_its_special_tokens_unless_told_not_to(folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_json_adds_its_special_tokens_unless_switched_off(folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     oracle = transformers.BertTokenizerFast(str(folder / "vocab.txt"))
     oracle.save_pretrained(tmp_path)
@@ -258,7 +258,7 @@ def test_training_refuses_what_cannot_work(tmp_path: Path, size: int, texts: lis
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "wordpiece-cased"])
-def test_a_wordpiece_vocabulary_is_the_same_every_time_and_no_larger_than_told(
+def test_a_wordpiece_vocabulary_is_the_same_every_time_and_no_larger_than_asked(
     tmp_path: Path, kind: TokenizerKind
 ) -> None:
     """As special tokens the pieces that continue words have an order; without that the library gives another file each time."""

@@ -11,7 +11,7 @@ from holdfast.system.errors import UsageError
 from tests.data.conftest import TokenizerFiles
 from tests.data.corpora import NASTY, dataset_bytes, megatron_bytes, megatron_documents, pair, prose
 
-STORY = "Dr. Smith arrived at 3.30 p.m. He was late! Why?\n\nNobody knew.  The End"
+STORY = "Dr. Smith arrived at 3.30 p.m. He was late! Why?\n\nNo one knew.  The End"
 
 
 def test_sentences_end_where_a_reader_would_end_them() -> None:

@@ -22,7 +22,7 @@ VOCABULARY = BertVocabulary(
 
 
 def write_sentences(prefix: Path, documents: int = 150, seed: int = 0, longest: int = 40) -> str:
-    """Documents of 0 to 12 sentences; token ids name their document, so that a segment tells where it comes from."""
+    """Documents of 0 to 12 sentences; token ids name their document, so that a segment shows its origin."""
     random = np.random.default_rng(seed)
     sentences = random.integers(0, 13, documents)
     lengths = random.integers(1, longest, int(sentences.sum()))

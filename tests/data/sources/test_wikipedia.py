@@ -212,7 +212,7 @@ def test_preprocess_writes_the_sentences_of_a_dump(tmp_path: Path, bert: Tokeniz
     assert sentences[1] == [tokenizer.encode(sentence) for sentence in splitter.split(ARTICLES[1][1])]
 
 
-def test_preprocess_reports_a_damaged_stream_and_goes_on_when_told(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+def test_preprocess_reports_a_damaged_stream_and_continues_with_skip(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
     dump = write(tmp_path / "dump.xml.bz2", truncated())
     arguments = small_bpe.arguments()
     with pytest.raises(HoldfastError, match=r"the bz2 stream at byte .* ends in the middle.*--on-bad-line skip"):

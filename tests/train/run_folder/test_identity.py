@@ -200,7 +200,7 @@ def test_the_tokenizer_decides_the_vocabulary_unless_the_flag_was_given(work, ca
     assert continued.model.vocab_size == 1000, "the weights have that many rows"
 
 
-def test_the_command_line_tells_a_flag_from_a_key_in_a_file(tmp_path):
+def test_the_command_line_distinguishes_a_flag_from_a_key_in_a_file(tmp_path):
     (tmp_path / "my.toml").write_text("[model]\nvocab_size = 1000\n")
     assert not parse([str(tmp_path / "my.toml")]).vocab_size_given
     given = parse([str(tmp_path / "my.toml"), "--vocab-size", "1000", "--force"])

@@ -22,7 +22,7 @@ BZ2_STREAM = b"1AY&SY"
 
 
 def sniff(magic: bytes) -> str:
-    """The compression that a file's first bytes tell."""
+    """The compression by a file's first bytes."""
     if len(magic) >= 4 and 0x184D2A50 <= struct.unpack("<I", magic[:4])[0] <= 0x184D2A5F:
         return "zst"  # a skippable frame in front, as pzstd writes it
     return next((name for start, name in MAGICS.items() if magic.startswith(start)), "")
