@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.system.cpu_features import avoid_amx_traps
 from tests import leftovers
@@ -20,6 +21,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers and ranks share the cores: threads of torch that wait for each other would only burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Triton decides when it is imported whether kernels are interpreted, and torch may import it at any time.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 EXIT_SECONDS = 60.0
 mark_key = pytest.StashKey[str]()

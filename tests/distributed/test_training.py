@@ -56,6 +56,7 @@ def hold_345m() -> tuple[int, int, int]:
         sequence_parallel=True,
         recompute="none",
         compiled=False,
+        fp8=False,
         dtype=torch.float32,
     )
     for parameter in model.parameters():

@@ -1,12 +1,7 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before Triton is imported."""
-
-import os
+"""Kernels run on the GPU where there is one, else in Triton's interpreter (chosen in tests/conftest.py)."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
