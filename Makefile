@@ -37,7 +37,7 @@ format: $(READY)
 # The marker is written last: an interrupted install is done again, a finished one is never touched.
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Holdfast needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
-	@echo 'Installing Holdfast into $(VENV): 2 GB with a CPU build of PyTorch, about 8 GB with a CUDA build; 2 to 10 minutes.'
+	@echo 'Installing Holdfast into $(VENV): 3 GB with a CPU build of PyTorch, about 8 GB with a CUDA build; 2 to 10 minutes.'
 	@echo 'pip prints nothing unless something is wrong. Later calls of make skip this.'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements.txt

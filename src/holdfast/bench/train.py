@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.bench.harness import Row, Tables, installed, median, refuse_unknown, run_rounds, show
 from holdfast.config import Config
+from holdfast.system.errors import UsageError
 from holdfast.system.progress import log
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class TrainBench:
 
       holdfast bench train
       holdfast bench train --config gpt2_345m --batch-size 32 --steps 40
+      holdfast bench train --against nanogpt --fp8 --profile
       holdfast bench train --against --json
     """
 
@@ -45,6 +47,10 @@ class TrainBench:
     """Sequences per step, computed at once. Unset: the configuration's micro_batch_size."""
     seq_length: int | None = None
     """Tokens per sequence. Unset: the configuration's."""
+    fp8: bool = False
+    """Measure holdfast with --fp8."""
+    profile: bool = False
+    """Also show where holdfast's step goes by kind of kernel, and how far each kind is from its bound. CUDA only."""
     json: bool = False
     """Print the tables as JSON."""
 
@@ -63,6 +69,10 @@ def run(options: TrainBench) -> Tables:
 
     refuse_unknown(options.against, PEERS)
     device, world = pick_device(), int(os.environ.get("WORLD_SIZE", "1"))
+    if options.profile and device.type != "cuda":
+        raise UsageError(
+            "--profile needs a CUDA device; without it, the table of phases shows where a step's time goes"
+        )
     config = _prepare(options, device.type == "cuda", world)
     if device.type == "cpu" and (config.train.bf16 or config.train.fp16):
         avoid_amx_traps()
@@ -74,9 +84,10 @@ def run(options: TrainBench) -> Tables:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
         results = _measure(config, device, options, world)
+        profiled = _profile(config, device, results) if options.profile else {}
     finally:
         dist.destroy_process_group()
-    return _tables(config, device, results, world)
+    return {**_tables(config, device, results, world), **profiled}
 
 
 def _prepare(options: TrainBench, cuda: bool, world: int) -> Config:
@@ -91,6 +102,7 @@ def _prepare(options: TrainBench, cuda: bool, world: int) -> Config:
         model = replace(model, max_position_embeddings=length)
     data = replace(config.data, seq_length=length or config.data.seq_length)
     train = replace(config.train, micro_batch_size=size, global_batch_size=size * world, rampup_batch_size=())
+    train = replace(train, fp8=options.fp8 or train.fp8)
     # one optimizer for all contenders: fused AdamW
     return replace(config, model=model, data=data, train=train, optimizer=replace(config.optimizer, optimizer="adam"))
 
@@ -142,6 +154,17 @@ def _measure(config: Config, device: Any, options: TrainBench, world: int) -> Re
     turns = {name: functools.partial(_turn, one, batches, device, steps) for name, one in built.items()}
     costs = run_rounds(turns, rounds, "train")
     return {name: (built[name], costs[name]) for name in built}
+
+
+def _profile(config: Config, device: Any, results: Results) -> Tables:
+    from holdfast.bench.contenders import HoldfastContender, random_batch
+    from holdfast.bench.kernel_profile import STEPS, profile_step
+
+    built, costs = results["holdfast"]
+    assert isinstance(built.contender, HoldfastContender)
+    batches = [random_batch(config, device, seed) for seed in range(STEPS)]
+    rows = profile_step(built.contender, batches, config, median(costs, lambda cost: cost.wall))
+    return {"holdfast's step by kind of kernel": rows}
 
 
 def _build(build: "Callable[[], Contender]", batches: list[Any], device: Any) -> BuiltContender:

@@ -57,7 +57,7 @@ def _update(
 
 
 @triton.jit
-def _step(
+def _adamw_step(
     table, decays, blocks, divisor, skip, corrections, lr, beta1, beta2, eps, COPY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     if tl.load(skip) != 0:
@@ -107,6 +107,6 @@ def adamw_step(
 ) -> None:
     """One step of all tensors; none if `skip` is not 0. `divisor` divides gradients; `corrections` are 1 - betaⁿ."""
     copy = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[copy_dtype]
-    _step[(len(blocks),)](
+    _adamw_step[(len(blocks),)](
         table, decays, blocks, divisor, skip, corrections, lr, *betas, eps, copy, BLOCK, num_warps=WARPS
     )

@@ -28,7 +28,7 @@ def _rotate(qkv, cosine, sine, tokens, batch_stride, columns, SLOTS: tl.constexp
 
 
 @triton.jit
-def _gather(
+def _gather_qkv(
     dq, dk, dv, dqkv, sums, amax, cosine, sine, batch_stride, rows, tokens, columns,
     qb, qh, qt, kb, kh, kt, vb, vh, vt,
     QUERIES: tl.constexpr, HALF: tl.constexpr, ROTARY: tl.constexpr, NOTES: tl.constexpr, R: tl.constexpr,
@@ -99,7 +99,7 @@ def gather_gradients(
     programs = column_programs(triton.cdiv(rows, TILE_ROWS), blocks, 16, dq.device)
     sums = torch.empty(programs, columns, dtype=torch.float32, device=dq.device)
     strides = [step for part in parts for step in part.stride()[:3]]
-    _gather[(blocks, programs)](
+    _gather_qkv[(blocks, programs)](
         *parts, dqkv, sums, amax, cosine, sine, stride, rows, tokens, columns, *strides,
         queries, head // 2, rotary is not None, amax is not None, TILE_ROWS, num_warps=4,
     )  # fmt: skip

@@ -9,7 +9,7 @@ BLOCK, WARPS = 4096, 8
 
 
 @triton.jit
-def _rows(logits, labels, weights, losses, hits, columns, known, BLOCK: tl.constexpr):
+def _cross_entropy(logits, labels, weights, losses, hits, columns, known, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = logits + row * columns
     label, weight = tl.load(labels + row), tl.load(weights + row)
@@ -42,5 +42,5 @@ def cross_entropy_(logits: Tensor, labels: Tensor, weights: Tensor, known: int) 
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     hits = torch.empty_like(losses)
     block = min(BLOCK, triton.next_power_of_2(columns))
-    _rows[(rows,)](logits, labels, weights, losses, hits, columns, known, block, num_warps=WARPS)
+    _cross_entropy[(rows,)](logits, labels, weights, losses, hits, columns, known, block, num_warps=WARPS)
     return losses.sum(), hits.sum()

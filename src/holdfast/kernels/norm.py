@@ -15,7 +15,7 @@ PER_PROCESSOR = 8
 
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x, delta, bias, weight, shift, total, out, mean, scale, amax, columns, eps,
     NOTES: tl.constexpr, ADDS: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -47,7 +47,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     dout, dtotal, x, weight, mean, scale, dx, sums, rows, columns,
     ADDS: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def norm_forward(
     mean = torch.empty_like(scale) if centred else None
     delta = None if delta is None else flat_rows(delta)
     block = power_of_two(columns)
-    _forward[(rows,)](
+    _norm_forward[(rows,)](
         x, delta, bias, weight, shift, total, out, mean, scale, amax, columns, eps,
         amax is not None, delta is not None, bias is not None, shift is not None, centred, block, num_warps=warps_of(block),
     )  # fmt: skip
@@ -119,7 +119,7 @@ def norm_backward(
     block = power_of_two(columns)
     programs = column_programs(rows, 1, PER_PROCESSOR, total.device)
     sums = torch.empty(programs, 3, columns, dtype=torch.float32, device=total.device)
-    _backward[(programs,)](
+    _norm_backward[(programs,)](
         dout, dtotal, total, weight, mean, scale, dx, sums, rows, columns,
         dtotal is not None, mean is not None, 1, block, num_warps=max(1, block // 1024),
     )  # fmt: skip
