@@ -33,10 +33,9 @@ def can_fuse(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> bool
         return False
     attention = layer.self_attention
     whole = type(attention.linear_qkv.weight) is nn.Parameter  # a DTensor is a share of the weight
-    recomputed = "forward" in vars(attention)
     dropout = layer.hidden_dropout.p > 0 or attention.dropout > 0
     narrow = dtype in (torch.bfloat16, torch.float16)
-    return narrow and whole and not recomputed and not dropout and attention.head in (64, 128)
+    return narrow and whole and not dropout and attention.head in (64, 128)
 
 
 def can_use_fp8(layer: nn.Module, device: torch.device) -> bool:

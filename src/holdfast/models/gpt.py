@@ -94,7 +94,7 @@ class GPT(nn.Module):
         for index, layer in enumerate(self.decoder.layers.values()):
             x = layer(x, rotary, mask, None if caches is None else caches[index], keys and keys[index])
         if self.is_last:
-            fused = x.is_cuda and all(layer.fused for layer in self.decoder.layers.values())
+            fused = all(layer.fused for layer in self.decoder.layers.values()) and len(self.decoder.layers) > 0
             x = norm(x, self.decoder.final_layernorm)[1] if fused else self.decoder.final_layernorm(x)
         return x
 

@@ -36,8 +36,10 @@ def parallelize(
         for layer in transformer_layers(model):
             recompute_in_backward(layer.self_attention if recompute == "selective" else layer)  # type: ignore[arg-type]
     if compiled:
+        # Fused functions keep what backward needs out of reach of recomputation, and are not tested with FSDP2's gathered weights.
+        fuses = recompute == "none" and grid.layout.shard == 1
         for layer in transformer_layers(model):
-            if can_fuse(layer, grid.device, dtype):
+            if fuses and can_fuse(layer, grid.device, dtype):
                 layer.fused = True  # type: ignore[assignment]
                 layer.fp8 = fp8 and can_use_fp8(layer, grid.device) and not _at_an_end(model, layer)  # type: ignore[assignment]
                 layer.plain = torch.compile(layer.plain, dynamic=False)  # type: ignore[assignment,arg-type]

@@ -102,7 +102,10 @@ def build_stages(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]
         )
         stages.append(stage)
     if config.train.fp8 and not any(getattr(module, "fp8", False) for stage in stages for module in stage.modules()):
-        log("warning: --fp8 has no effect here: it needs --bf16, a GPU with fp8, no tensor parallelism and no dropout")
+        log(
+            "warning: --fp8 has no effect here: it needs --bf16, a GPU with fp8, and a run without dropout, recomputation, "
+            "tensor parallelism and FSDP2"
+        )
     return stages
 
 

@@ -119,22 +119,26 @@ class ForwardBackward:
         self._means = self._zeros
         if self._grid.layout.pipeline > 1:
             self._pipelined(batch, backward)
-        elif backward and self._captures and len(batch) == 1:
-            self._capture(batch[0])
-        else:
+        elif not (backward and self._captures and self._capture(batch)):
             self._plain(batch, backward)
         return self._means if self.has_loss else self._zeros
 
-    def _capture(self, micro: PassInputs) -> None:
-        """One micro batch through the CUDA graph, which is recorded after a few passes without it."""
+    def _capture(self, batch: Sequence[PassInputs]) -> bool:
+        """Runs the batch through a CUDA graph, recorded after a few eager passes; False if it must run eagerly."""
+        micro = batch[0]
         inputs = {"x": micro.x, "weights": self._weights, **micro.keywords(last_stage=True)}
-        if self._eager_passes < EAGER_PASSES or (self._captured and not self._captured.takes(inputs)):
-            self._eager_passes += 1
-            return self._plain([micro], True)
+        if len(batch) > 1 or "documents_BT" in inputs or (self._captured and not self._captured.takes(inputs)):
+            # For good: beside an eager pass the graph's memory would hold a second set of activations.
+            self._captures, self._captured = False, None
+            return False
+        self._eager_passes += 1
+        if self._eager_passes <= EAGER_PASSES:
+            return False
         self.on_phase("forward and backward")
         if self._captured is None:
             self._captured = CapturedPass(self._traced, self._parameters, inputs)
         self._means = self._captured.replay(inputs)
+        return True
 
     def _traced(self, inputs: dict[str, Tensor]) -> Tensor:
         """What the graph records."""
