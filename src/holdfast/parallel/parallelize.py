@@ -36,7 +36,7 @@ def parallelize(
         for layer in transformer_layers(model):
             recompute_in_backward(layer.self_attention if recompute == "selective" else layer)  # type: ignore[arg-type]
     if compiled:
-        # Fused functions keep what backward needs out of reach of recomputation, and are not tested with FSDP2's gathered weights.
+        # Recomputation does not reach what fused functions keep for backward; they are not tested with FSDP2's gathered weights.
         fuses = recompute == "none" and grid.layout.shard == 1
         for layer in transformer_layers(model):
             if fuses and can_fuse(layer, grid.device, dtype):

@@ -36,7 +36,7 @@ def build_optimizer(stages: list[nn.Module], options: OptimizerConfig, compute: 
     if not FusedAdamW.takes(every):
         return torch.optim.AdamW(described, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
     fused = FusedAdamW(described, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
-    if compute != torch.float32:
+    if any(getattr(module, "fused", False) for stage in stages for module in stage.modules()):
         fused.write_copies(compute)
     return fused
 
