@@ -70,12 +70,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A parallel worker takes one file at a time, so that module fixtures are made once; one worker takes all of tests/launch,
-    whose files share one Slurm cluster."""
+    whose files share one Slurm cluster. The long tests of test_fuzz.py, which has no fixtures, are spread over the workers."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if file.endswith("test_fuzz.py"):
+                return nodeid
             return "launch" if "/launch/" in file else file
 
     return ByFile(config, log)
