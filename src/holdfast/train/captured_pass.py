@@ -26,7 +26,8 @@ class CapturedPass:
             parameter.grad = None
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
+        # thread_local: calls of other threads, such as the snapshot copy's, do not invalidate the capture.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._result = run(self._inputs)
         self._gradients = [parameter.grad for parameter in parameters]
 

@@ -16,6 +16,7 @@ from holdfast.parallel.data import GradientSum
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding, build_schedule
 from holdfast.parallel.tensor import reduce_partial_gradients, transformer_layers
+from holdfast.system.progress import log
 from holdfast.train.captured_pass import EAGER_PASSES, CapturedPass
 
 
@@ -136,7 +137,15 @@ class ForwardBackward:
             return False
         self.on_phase("forward and backward")
         if self._captured is None:
-            self._captured = CapturedPass(self._traced, self._parameters, inputs)
+            try:
+                self._captured = CapturedPass(self._traced, self._parameters, inputs)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                log(f"warning: no CUDA graph of the pass ({reason}); training continues without it, at a lower speed")
+                self._captures, self._weights, self._means = False, inputs["weights"], self._zeros
+                for parameter in self._parameters:
+                    parameter.grad = None  # a part of them may be there
+                return False
         self._means = self._captured.replay(inputs)
         return True
 
