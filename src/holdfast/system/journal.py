@@ -7,6 +7,7 @@ last line, several processes may append, and a reader sees whole lines only.
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -53,31 +54,35 @@ class Journal:
 class BufferedJournal(Journal):
     """A journal that buffers: while its file cannot be written, the newest records stay in memory.
 
-    For processes that a full or read-only disk must not end: trainers and keepers.
+    For processes that a full or read-only disk must not end: trainers and keepers. Several threads may write.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._buffer: deque[bytes] = deque(maxlen=RECORDS_KEPT)
         self._torn = False
+        self._lock = threading.Lock()  # over the buffer and its file
         self._descriptor = -1
         with contextlib.suppress(OSError):  # `_write_buffer` tries again
             self._descriptor = self._open()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        reported = bool(self._buffer)
-        self._buffer.append(_line(record))
-        error = self._write_buffer()
+        line = _line(record)
+        with self._lock:
+            reported = bool(self._buffer)
+            self._buffer.append(line)
+            error = self._write_buffer()
         if error is not None and not reported:
             log(f"warning: cannot write {self.path}: {error}; records are kept in memory until it can be written")
 
     def close(self) -> None:
-        self._write_buffer()
-        if self._descriptor >= 0:
-            super().close()
+        with self._lock:
+            self._write_buffer()
+            if self._descriptor >= 0:
+                super().close()
 
     def _write_buffer(self) -> str | None:
-        """Writes the buffered records; returns the reason if some are left."""
+        """Writes the buffered records; returns the reason if some are left. The caller holds the lock."""
         while self._buffer:
             line = b"\n" * self._torn + self._buffer[0]
             try:
@@ -97,6 +102,13 @@ class BufferedJournal(Journal):
 
 def _line(record: Mapping[str, Any]) -> bytes:
     return orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a record, without other values: a file that people can edit may hold anything."""
+    return {
+        key: value for key, value in record.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def read_journal(path: Path | str) -> Iterator[dict[str, Any]]:
