@@ -152,7 +152,8 @@ def test_ranks_inherit_the_limit_and_one_that_dies_by_sigill_all_the_same_is_not
     )
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 2 "
-        f"--eval-interval 0 --no-tensorboard --nproc-per-node 2 --max-restarts 3 --bf16 --vocab-size {VOCABULARY}"
+        f"--eval-interval 0 --no-tensorboard --nproc-per-node 2 --max-restarts 3 --no-fork-server --bf16 "
+        f"--vocab-size {VOCABULARY}"
     ).split()
     prefix, run = write_dataset(tmp_path / "corpus"), tmp_path / "run"
     command = [sys.executable, "-c", DRIVER, str(tmp_path), TRAPS, "train", *flags]

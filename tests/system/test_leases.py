@@ -92,3 +92,12 @@ def test_a_lease_cannot_point_at_a_part_elsewhere(tmp_path):
     assert owned
     seen = newest_lease(tmp_path)
     assert seen and seen.part == "" and seen.holder is None
+
+
+def test_a_loser_whose_draft_the_winner_has_removed_has_lost(tmp_path, monkeypatch):
+    def lose(draft, final):
+        os.unlink(draft)
+        raise FileExistsError(errno.EEXIST, "another process has this number")
+
+    monkeypatch.setattr(os, "link", lose)
+    assert claim(tmp_path, None) is None

@@ -25,7 +25,7 @@ def temporary_beside(path: Path) -> Path:
 
 def remove_temporaries(path: Path) -> None:
     """Removes what killed writers of this file left behind. Only for the only process that writes the file."""
-    for entry in path.parent.iterdir():
+    for entry in path.parent.iterdir() if path.parent.is_dir() else ():
         if entry.name.startswith(f".{path.name}.") and entry.name.endswith(".tmp"):
             entry.unlink(missing_ok=True)
 

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.system.errors import UsageError
 from holdfast.system.processes import ProcessIdentity, this_process
@@ -127,7 +126,10 @@ def _create(folder: Path, lease: Lease) -> bool:
         return True
     except FileExistsError:
         # An NFS server may have created the link although its answer was lost.
-        return draft.stat().st_nlink == 2
+        try:
+            return draft.stat().st_nlink == 2
+        except FileNotFoundError:  # the process that won has removed the drafts of the others
+            return False
     except FileNotFoundError:
         return False  # removed by a process that finished, or the folder was cleared
     except OSError as error:
@@ -204,9 +206,7 @@ class BackgroundLease:
     def __enter__(self) -> "BackgroundLease":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _beat(self) -> None:

@@ -46,12 +46,30 @@ def log(message: str, *, short: str | None = None) -> None:
     if should_log():
         for stream in (sys.stderr, *_copies):
             with contextlib.suppress(OSError):
-                print(short if short is not None and stream.isatty() else message, file=stream, flush=True)
+                # In one write: a Ctrl-C between the text and the line break would join two lines.
+                stream.write(f"{short if short is not None and stream.isatty() else message}\n")
+                stream.flush()
 
 
 def count_of(number: int, noun: str) -> str:
     """A number with its noun, singular or plural: `1 bad line`, `2 bad lines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def short_number(value: float) -> str:
+    """A number of at most five characters: 812, 20.7k, 1.2M."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.1f}{name}"
+    return f"{value:.0f}"
+
+
+def clock_time(seconds: float) -> str:
+    """H:MM:SS, or days and hours."""
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02d}h" if days else f"{hours}:{minutes:02d}:{whole:02d}"
 
 
 @contextmanager
