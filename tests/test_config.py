@@ -55,3 +55,16 @@ def test_train_accepts_every_tokenizer_type_that_preprocess_accepts():
 
     for name in get_args(get_type_hints(PreprocessOptions)["tokenizer_type"]):
         assert config_from_tables({"data": {"tokenizer_type": name}}, "test").data.tokenizer_type == name
+
+
+def test_use_distributed_optimizer_is_another_name_of_a_sharding_strategy():
+    config = config_from_tables({"parallel": {"use_distributed_optimizer": True}}, "file")
+    assert config.parallel.data_parallel_sharding_strategy == "optim"
+    again = tomllib.loads(config_to_toml(config))
+    assert config_from_tables(again, "file") == config
+    # A run that was started with the name can be continued without it.
+    replicated = replace(config.parallel, data_parallel_sharding_strategy="no_shard")
+    assert replicated.data_parallel_sharding_strategy == "no_shard"
+    sharded = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    config = config_from_tables({"parallel": sharded}, "file")
+    assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"

@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from holdfast.config_files import find_config
+from holdfast.model_config import ModelConfig as ModelConfig
+from holdfast.model_config import model_problems as model_problems
+from holdfast.model_config import needs_plain_layers as needs_plain_layers
+from holdfast.optimizer_config import OptimizerConfig as OptimizerConfig
 from holdfast.system.errors import UsageError
 from holdfast.system.field_docs import field_docs
 
@@ -23,58 +27,6 @@ TokenizerType = Literal[
     "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "HuggingFaceTokenizer",
     "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The model: its family and its shapes."""
-
-    model_type: Literal["gpt", "bert"] = "gpt"
-    """Model family: gpt (decoder, predicts the next token) or bert (encoder, predicts masked tokens and sentence pairs)."""
-    num_layers: int = 12
-    """Number of transformer layers."""
-    hidden_size: int = 768
-    """Width of the hidden states."""
-    num_attention_heads: int = 12
-    """Number of attention heads. Must divide hidden_size unless kv_channels is set."""
-    ffn_hidden_size: int | None = None
-    """Inner width of the MLP. Unset: 4 × hidden_size; with swiglu 8/3 × hidden_size, rounded down to a multiple of 64."""
-    num_query_groups: int | None = None
-    """Number of key/value heads, each shared by a group of query heads (GQA). Unset: num_attention_heads."""
-    kv_channels: int | None = None
-    """Width of one attention head. Unset: hidden_size / num_attention_heads."""
-    max_position_embeddings: int | None = None
-    """Longest sequence that the model accepts, in tokens. Unset: seq_length."""
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """Position encoding: learned embeddings (GPT-2, GPT-3, BERT) or rotary (Llama)."""
-    rotary_base: float = 10000.0
-    """Base of the rotary frequencies."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Norm before each block and after the last layer."""
-    norm_epsilon: float = 1e-5
-    """Epsilon of the norms."""
-    openai_gelu: bool = False
-    """Compute GELU by its tanh approximation, as GPT-2 does, instead of exactly."""
-    swiglu: bool = False
-    """Use a gated MLP with SiLU (Llama) instead of GELU."""
-    untie_embeddings_and_output_weights: bool = False
-    """Use a separate output matrix instead of the transposed embedding."""
-    disable_bias_linear: bool = False
-    """Use linear layers without bias (Llama)."""
-    hidden_dropout: float = 0.0
-    """Dropout probability of the embeddings and of each block's output. Megatron's default is 0.1."""
-    attention_dropout: float = 0.0
-    """Dropout probability of the attention weights. Megatron's default is 0.1."""
-    init_method_std: float = 0.02
-    """Standard deviation of the initial weights. Output layers of blocks: divided by sqrt(2 × num_layers)."""
-    vocab_size: int | None = None
-    """Number of tokens in the vocabulary. Unset: taken from the tokenizer."""
-    make_vocab_size_divisible_by: int = 128
-    """Pad the embedding to a multiple of this × tensor_model_parallel_size rows. Padded rows are never predicted."""
-    bert_variant: Literal["megatron", "original"] = "megatron"
-    """BERT: norm before each block (megatron) or after it (original)."""
-    bert_no_binary_head: bool = False
-    """BERT: leave out the pooler and the next-sentence head."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +39,8 @@ class DataConfig:
     """Fractions of the documents for training, validation and test, relative to their sum."""
     seq_length: int = 1024
     """Length of a sample in tokens."""
+    packing: Literal["concatenate", "best-fit"] = "concatenate"
+    """GPT: concatenate cuts samples from documents laid end to end (Megatron); best-fit packs whole documents, and pads."""
     tokenizer_type: TokenizerType = "GPT2BPETokenizer"
     """Type of the tokenizer that made the data."""
     vocab_file: str | None = None
@@ -141,6 +95,10 @@ class TrainConfig:
     """Steps between evaluations on the validation split. 0: never."""
     eval_iters: int = 10
     """Number of batches per evaluation."""
+    eval_samples: int = 0
+    """Texts that the model generates at each evaluation, into samples.jsonl of the run folder and the log (GPT)."""
+    eval_prompts: str | None = None
+    """File with the prompts of eval_samples, one per line. Unset: beginnings of validation samples."""
     save: str | None = None
     """Run folder for configuration, metrics, events and checkpoints. Unset: the run keeps nothing."""
     load: str | None = None
@@ -159,58 +117,16 @@ class TrainConfig:
     """What to recompute in the backward pass to save memory: none, selective (attention) or full (whole layers)."""
     compile: bool | None = None
     """Compile the layers: Triton kernels where they cover the layer, else torch.compile. Unset: on CUDA only."""
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient"] = "auto"
+    """Attention kernel of the Triton layers. auto: the fastest for the run's shape, measured once per device and shape."""
+    cuda_graph: bool | None = None
+    """Record forward and backward as a CUDA graph, on one GPU. Unset: unless a pass is slower with it."""
     fp8: bool = False
     """With bf16: matrix products in fp8, except in the first and the last layer. Needs a GPU with fp8 (Ada, Hopper or newer)."""
+    fp8_recipe: Literal["tensorwise", "delayed"] = "tensorwise"
+    """Scales of activations and gradients: tensorwise from themselves; delayed from recent passes: faster, less accurate."""
     deterministic: bool = False
     """Use deterministic kernels only: a resumed run is bit-identical on CUDA too. On CPU it always is."""
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Optimizer, learning rate and loss scale."""
-
-    optimizer: Literal["adam", "lamb"] = "adam"
-    """adam (AdamW), or lamb for very large batches."""
-    lr: float = 3e-4
-    """Peak learning rate."""
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "polynomial"] = "cosine"
-    """Shape of the decay after the warm-up."""
-    lr_decay_iters: int | None = None
-    """Steps until min_lr is reached. Unset: the whole run."""
-    lr_decay_samples: int | None = None
-    """Samples until min_lr is reached, with train_samples. Unset: the whole run."""
-    lr_warmup_iters: int = 0
-    """Steps of linear warm-up."""
-    lr_warmup_samples: int = 0
-    """Samples of linear warm-up, with train_samples."""
-    lr_warmup_fraction: float | None = None
-    """Warm-up as a fraction of the decay, instead of lr_warmup_iters."""
-    lr_wsd_decay_iters: int | None = None
-    """WSD: steps of the final decay."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential"] = "exponential"
-    """WSD: shape of the final decay."""
-    lr_poly_power: float = 0.5
-    """Exponent of the polynomial decay (1 - progress)^power. Progress counts from the start of the warm-up."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay. Biases and norms have none."""
-    adam_beta1: float = 0.9
-    """Decay rate of the first moment (Adam and LAMB)."""
-    adam_beta2: float = 0.999
-    """Decay rate of the second moment (Adam and LAMB)."""
-    adam_eps: float = 1e-8
-    """Epsilon of Adam and LAMB."""
-    clip_grad: float = 1.0
-    """Clip gradients to this global norm. 0: no clipping."""
-    initial_loss_scale: float = 2.0**32
-    """fp16: initial loss scale."""
-    min_loss_scale: float = 1.0
-    """fp16: smallest loss scale."""
-    loss_scale_window: int = 1000
-    """fp16: steps without overflow before the loss scale doubles."""
-    hysteresis: int = 2
-    """fp16: overflows before the loss scale halves."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +147,10 @@ class ParallelConfig:
     """With tensor parallelism: shard norms and dropout over the tokens of the sequence."""
     context_parallel_size: int = 1
     """Not supported: must be 1. Use sequence_parallel and recompute_granularity for long sequences."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim_grads_params"] = "no_shard"
-    """no_shard: replicate the model (DDP). optim_grads_params: shard weights, gradients and optimizer (FSDP2, ZeRO-3)."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "no_shard"
+    """no_shard: replicate (DDP). optim: shard the optimizer (ZeRO-1). optim_grads: ZeRO-2. optim_grads_params: ZeRO-3 (FSDP2)."""
+    use_distributed_optimizer: bool = False
+    """Megatron's name of data_parallel_sharding_strategy = "optim"; the printed configuration has that key instead."""
     data_parallel_replicas: int = 1
     """With optim_grads_params: number of replicas of each shard (hybrid sharding)."""
     nproc_per_node: int = 1
@@ -245,8 +163,18 @@ class ParallelConfig:
     """HOST:PORT of node 0, for several nodes. Unset: a free port of this host."""
     max_restarts: int = 3
     """How often to restart all ranks after failures before the run fails."""
+    fork_server: bool = True
+    """Fork the ranks from one process per node that has imported everything: a restart imports nothing. Linux only."""
+    standby: bool = False
+    """Keep one spare process per rank ready, which takes over when a rank dies. Costs memory, also on the GPU; needs save."""
     distributed_timeout_minutes: float = 10.0
     """Minutes that a collective waits for a missing rank."""
+
+    def __post_init__(self) -> None:
+        """Replaces use_distributed_optimizer by the key that it stands for: a strategy that is given later then takes effect."""
+        if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
+            object.__setattr__(self, "data_parallel_sharding_strategy", "optim")
+        object.__setattr__(self, "use_distributed_optimizer", False)
 
 
 @dataclass(frozen=True)
@@ -255,6 +183,8 @@ class SnapshotConfig:
 
     snapshot_interval: int = 1
     """Steps between memory snapshots. 0: only saves copy the state."""
+    snapshot_max_slowdown: float = 0.02
+    """Share of its time that a GPU may wait for snapshots; above it, snapshot_interval grows. 0: it never grows."""
     snapshot_mode: Literal["node", "peer"] = "node"
     """node: each node holds the whole state. peer: each node holds its share and a copy of another node's share."""
     snapshot_dir: str = "/dev/shm"
@@ -271,6 +201,24 @@ class LogConfig:
     """Steps between log lines."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
+    profile: str | None = None
+    """FIRST:LAST, steps to trace with torch's profiler into RUN/profile/rank-N.json.gz, for example 10:13."""
+    wandb_project: str | None = None
+    """Send metrics to this project of Weights & Biases. WANDB_MODE=offline writes them into the run folder instead."""
+    wandb_exp_name: str | None = None
+    """Name of the run at Weights & Biases. Unset: the name of the run folder."""
+    wandb_entity: str | None = None
+    """User or team that owns the project. Unset: your default at Weights & Biases."""
+    mlflow_experiment: str | None = None
+    """Send metrics to this experiment of MLflow."""
+    mlflow_tracking_uri: str | None = None
+    """MLflow's server or database. Unset: MLFLOW_TRACKING_URI."""
+    trackio_project: str | None = None
+    """Write metrics to this project of trackio."""
+    metrics_port: int | None = None
+    """Serve the newest metrics for Prometheus at /metrics on this port of rank 0's node; 0 chooses a free one."""
+    metrics_host: str = "127.0.0.1"
+    """Address of --metrics-port. 0.0.0.0 lets every machine that reaches this node read the metrics."""
 
 
 @dataclass(frozen=True)
