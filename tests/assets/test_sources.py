@@ -126,4 +126,4 @@ fetch("s3://data/corpus/part-0.jsonl")
 def test_retry_after_reads_seconds_and_dates_and_nothing_else():
     assert retry_after("120") == 120
     assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    assert retry_after("soon") is None and retry_after(None) is None
+    assert retry_after("soon") is None and retry_after(None) is None and retry_after("\N{SUPERSCRIPT TWO}") is None

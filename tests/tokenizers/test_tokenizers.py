@@ -7,11 +7,13 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from holdfast.cli import run
+from holdfast.data.indexed import dtype_for_vocabulary
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.tokenizers import Tokenizer, build_tokenizer
+from holdfast.tokenizers import Tokenizer, build_tokenizer, read_recipe
 from holdfast.tokenizers.training import TokenizerKind, train_tokenizer
 from tests.data.corpora import NASTY, every_code_point, gpt2_folder
 
@@ -171,6 +173,29 @@ def test_a_tiktoken_file_gives_tiktokens_ids(folder: Path, tmp_path: Path) -> No
     for text in [*TEXTS[:4], "the other<|endoftext|>quarter"]:
         assert ours.encode(text) == oracle.encode(text, allowed_special="all")
         assert ours.decode(ours.encode(text)) == text
+
+
+def test_the_vocabulary_covers_the_largest_id_of_a_tokenizer_json_with_gaps(tmp_path: Path) -> None:
+    """Two bytes per token would not hold these ids."""
+    definition = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 70_000}, "merges": []}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    recipe = read_recipe("HuggingFaceTokenizer", tokenizer_model=tmp_path)
+    assert recipe.vocab_size == 70_001
+    assert np.dtype(dtype_for_vocabulary(recipe.vocab_size)).itemsize == 4
+
+
+def test_a_bert_definition_without_its_unknown_token_is_left_to_the_reference(folder: Path, tmp_path: Path) -> None:
+    definition = json.loads(build_tokenizer("BertWordPieceCase", folder / "vocab.txt").recipe.definition)
+    definition["model"]["unk_token"] = "[NONE]"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=tmp_path)
+    assert ours.engine.startswith("tokenizers")
+
+
+def test_an_empty_tiktoken_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r50k_base.tiktoken").touch()
+    with pytest.raises(HoldfastError, match="it holds no token"):
+        read_recipe("TikTokenizer", tokenizer_model=tmp_path / "r50k_base.tiktoken")
 
 
 def test_megatrons_tiktoken_json_has_a_thousand_special_tokens_in_front(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class CacheEntry:
         try:
             content = json.loads(Path(self.folder, RECORD).read_bytes())
             return CacheRecord(content["url"], content["name"], content["size"], content["sha256"])
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             return None
 
     def find(self) -> tuple[Path, CacheRecord] | None:

@@ -36,22 +36,25 @@ class CatalogEntry:
     files: dict[str, FileSpec] = field(default_factory=dict)
 
 
+def _mirrored(name: str, repository: str, file: str, size: int, sha256: str) -> FileSpec:
+    """A file of the bucket that the hub has too."""
+    return FileSpec(f"{_BUCKET}/{name}", (f"{_HUB}/{repository}/resolve/main/{file}",), name, size, sha256)
+
+
+def _release(model: str, version: str) -> dict[str, FileSpec]:
+    return {"checkpoint": FileSpec(f"{_NGC}/{model}/versions/{version}/zip", name=f"{model}_{version}.zip")}
+
+
 CATALOG: dict[str, CatalogEntry] = {
     "gpt2": CatalogEntry(
         "GPT-2's byte-level BPE: vocabulary and merges",
         {
-            "vocab": FileSpec(
-                f"{_BUCKET}/gpt2-vocab.json",
-                (f"{_HUB}/openai-community/gpt2/resolve/main/vocab.json",),
-                "gpt2-vocab.json",
-                1_042_301,
+            "vocab": _mirrored(
+                *("gpt2-vocab.json", "openai-community/gpt2", "vocab.json", 1_042_301),
                 "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
             ),
-            "merges": FileSpec(
-                f"{_BUCKET}/gpt2-merges.txt",
-                (f"{_HUB}/openai-community/gpt2/resolve/main/merges.txt",),
-                "gpt2-merges.txt",
-                456_318,
+            "merges": _mirrored(
+                *("gpt2-merges.txt", "openai-community/gpt2", "merges.txt", 456_318),
                 "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
             ),
         },
@@ -59,11 +62,8 @@ CATALOG: dict[str, CatalogEntry] = {
     "bert-large-cased": CatalogEntry(
         "BERT's WordPiece vocabulary, case kept",
         {
-            "vocab": FileSpec(
-                f"{_BUCKET}/bert-large-cased-vocab.txt",
-                (f"{_HUB}/google-bert/bert-large-cased/resolve/main/vocab.txt",),
-                "bert-large-cased-vocab.txt",
-                213_450,
+            "vocab": _mirrored(
+                *("bert-large-cased-vocab.txt", "google-bert/bert-large-cased", "vocab.txt", 213_450),
                 "eeaa9875b23b04b4c54ef759d03db9d1ba1554838f8fb26c5d96fa551df93d02",
             )
         },
@@ -71,11 +71,8 @@ CATALOG: dict[str, CatalogEntry] = {
     "bert-large-uncased": CatalogEntry(
         "BERT's WordPiece vocabulary, lower case",
         {
-            "vocab": FileSpec(
-                f"{_BUCKET}/bert-large-uncased-vocab.txt",
-                (f"{_HUB}/google-bert/bert-large-uncased/resolve/main/vocab.txt",),
-                "bert-large-uncased-vocab.txt",
-                231_508,
+            "vocab": _mirrored(
+                *("bert-large-uncased-vocab.txt", "google-bert/bert-large-uncased", "vocab.txt", 231_508),
                 "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
             )
         },
@@ -89,24 +86,14 @@ CATALOG: dict[str, CatalogEntry] = {
         },
     ),
     "megatron-gpt2-345m": CatalogEntry(
-        "NVIDIA's Megatron-LM GPT-2 checkpoint, 345M parameters",
-        {"checkpoint": FileSpec(f"{_NGC}/megatron_lm_345m/versions/v0.0/zip", name="megatron_lm_345m_v0.0.zip")},
+        "NVIDIA's Megatron-LM GPT-2 checkpoint, 345M parameters", _release("megatron_lm_345m", "v0.0")
     ),
     "megatron-bert-345m-cased": CatalogEntry(
-        "NVIDIA's Megatron-LM BERT checkpoint, 345M parameters, case kept",
-        {
-            "checkpoint": FileSpec(
-                f"{_NGC}/megatron_bert_345m/versions/v0.1_cased/zip", name="megatron_bert_345m_v0.1_cased.zip"
-            )
-        },
+        "NVIDIA's Megatron-LM BERT checkpoint, 345M parameters, case kept", _release("megatron_bert_345m", "v0.1_cased")
     ),
     "megatron-bert-345m-uncased": CatalogEntry(
         "NVIDIA's Megatron-LM BERT checkpoint, 345M parameters, lower case",
-        {
-            "checkpoint": FileSpec(
-                f"{_NGC}/megatron_bert_345m/versions/v0.1_uncased/zip", name="megatron_bert_345m_v0.1_uncased.zip"
-            )
-        },
+        _release("megatron_bert_345m", "v0.1_uncased"),
     ),
     "enwiki": CatalogEntry(
         "the newest dump of English Wikipedia's articles, in many bz2 streams, so that all workers read it at once",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.command_line.flags import positional
+from holdfast.command_line.results import print_json, print_result
 from holdfast.system.errors import HoldfastError, UsageError
 
 
@@ -64,14 +65,14 @@ def fetch(options: FetchOptions) -> None:
         if not options.json:
             print(fetched.path, flush=True)
     if options.json:
-        _print_json([{**vars(fetched), "path": str(fetched.path)} for fetched in results])
+        print_json([{**vars(fetched), "path": str(fetched.path)} for fetched in results])
 
 
 def _print_catalog(json: bool) -> None:
     from holdfast.assets.catalog import CATALOG
 
     if json:
-        _print_json(
+        print_json(
             {
                 name: {"summary": entry.summary, "files": {role: vars(spec) for role, spec in entry.files.items()}}
                 for name, entry in CATALOG.items()
@@ -125,10 +126,7 @@ def fetch_storm(options: FetchStormOptions) -> None:
         on_download=lambda line: print(line, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
     total = race.summary(options.strategy, options.ranks, reports)
-    if options.json:
-        _print_json(total)
-    else:
-        print(race.table(reports))
+    print_result(total, race.table(reports), options.json)
     once = all(count == 1 for report in reports for count in report.gets.values())
     if options.strategy == "holdfast" and (total["failed_ranks"] or not once):
         errors = sorted({error for report in reports for error in report.errors})
@@ -136,10 +134,3 @@ def fetch_storm(options: FetchStormOptions) -> None:
             f"fetch-storm failed: expected one GET per file, got {total['gets']}; "
             f"{count_of(total['failed_ranks'], 'failed rank')} {errors}"
         )
-
-
-def _print_json(value: object) -> None:
-    import json
-
-    json.dump(value, sys.stdout, indent=1)
-    print()

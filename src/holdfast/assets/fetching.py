@@ -93,7 +93,9 @@ def fetch_file(
     found = request.find()
     if found:
         return found
-    if _is_offline() if offline is None else offline:
+    if offline is None:
+        offline = os.environ.get("HOLDFAST_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    if offline:
         raise HoldfastError(
             f"{cache.without_credentials(spec.url)} is not cached and this is offline: looked in {entry.folder}; "
             "fetch it once with a network, or set HOLDFAST_CACHE to a folder that has it"
@@ -102,10 +104,6 @@ def fetch_file(
         return request.download_or_wait()
     except OSError as error:
         raise request.explain(error) from error
-
-
-def _is_offline() -> bool:
-    return os.environ.get("HOLDFAST_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,8 @@ def run_iteration(
         readers.append(reader)
         processes.append(process)
     for reader in readers:
-        reader.recv()
+        with suppress(EOFError):  # a rank that died is reported with the others
+            reader.recv()
     release.close()  # all ranks read the end of file at the same moment
     reports = [_receive(local_rank, reader) for local_rank, reader in enumerate(readers)]
     for process in processes:

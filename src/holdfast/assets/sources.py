@@ -125,7 +125,7 @@ def retry_after(value: str | None) -> float | None:
     """Seconds to wait from a Retry-After header, which holds seconds or a date."""
     if not value:
         return None
-    if value.strip().isdigit():
+    if value.strip().isdecimal():
         return float(value)
     from datetime import UTC, datetime
     from email.utils import parsedate_to_datetime

@@ -5,23 +5,17 @@ where it is exact and the reference engine elsewhere; both give the same ids, or
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from holdfast.system.lazy_names import lazy_names
 from holdfast.tokenizers.recipe import Recipe, read_recipe
 
 if TYPE_CHECKING:
     from holdfast.tokenizers.tokenizer import Tokenizer
 
 __all__ = ["Recipe", "Tokenizer", "build_tokenizer", "read_recipe"]
-
-
-def __getattr__(name: str) -> Any:
-    """Loads Tokenizer at first use: engines need numpy, reading a recipe does not."""
-    if name != "Tokenizer":
-        raise AttributeError(f"module 'holdfast.tokenizers' has no attribute '{name}'")
-    from holdfast.tokenizers.tokenizer import Tokenizer
-
-    return Tokenizer
+# Engines need numpy, reading a recipe does not.
+__getattr__ = lazy_names(__name__, {"Tokenizer": "holdfast.tokenizers.tokenizer"})
 
 
 def build_tokenizer(

@@ -156,11 +156,6 @@ def _json(path: Path, content: bytes) -> Any:
         raise HoldfastError(f"{path} is not JSON ({error}); check that it is the right file") from error
 
 
-def _added_token(content: str, number: int) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": number, "content": content, **flags}
-
-
 def _definition(
     model: dict[str, Any],
     special: dict[str, int],
@@ -170,11 +165,12 @@ def _definition(
     decoder: dict[str, Any],
 ) -> str:
     """The text of a tokenizer.json."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     definition = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added_token(token, number) for token, number in special.items()],
+        "added_tokens": [{"id": number, "content": token, **flags} for token, number in special.items()],
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
@@ -265,7 +261,7 @@ def _hugging_face(file: Path, special_tokens: bool) -> Recipe:
     names.setdefault("bos_token", {END_OF_TEXT: END_OF_TEXT, "</s>": "<s>"}.get(eos or "", ""))
     found = {name: ids.get(names.get(f"{name}_token", "")) for name in ("cls", "sep", "mask", "pad", "bos")}
     eod = ids.get(eos) if eos else found["sep"]
-    size = len({*vocabulary.values(), *added.values()})
+    size = max(ids.values(), default=-1) + 1  # ids may have gaps
     digest = _digest(content, str(special_tokens).encode(), str(eod).encode())
     text = content.decode()
     return Recipe(

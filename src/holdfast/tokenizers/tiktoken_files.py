@@ -69,6 +69,8 @@ def read_tiktoken(path: str, content: bytes) -> TiktokenVocabulary:
             )
         pairs = (line.split() for line in content.splitlines() if line)
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+        if not ranks:
+            raise ValueError("it holds no token")
         pattern, special = _NAMED[stem]
         return TiktokenVocabulary(stem, pattern, ranks, special, special["<|endoftext|>"])
     except (ValueError, KeyError, TypeError) as error:

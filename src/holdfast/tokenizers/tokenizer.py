@@ -1,7 +1,10 @@
 """The tokenizer that the rest of Holdfast sees."""
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
+
+import orjson
 
 from holdfast.tokenizers.engines import (
     Engine,
@@ -29,6 +32,18 @@ class Tokenizer:
     def engine(self) -> str:
         """Name and version of what computes the ids."""
         return self._engine.name
+
+    @functools.cached_property
+    def byte_tokens(self) -> frozenset[int]:
+        """The tokens that stand for one byte of a character without a token (byte fallback); empty for other kinds.
+
+        A decoder may write a run of them in another way once the run is longer.
+        """
+        if '"byte_fallback"' not in self.recipe.definition:
+            return frozenset()
+        vocabulary = orjson.loads(self.recipe.definition)["model"]["vocab"]
+        names = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], i) for i, e in enumerate(vocabulary))
+        return frozenset(number for name, number in names if len(name) == 6 and name.startswith("<0x"))
 
     @property
     def is_reference(self) -> bool:
@@ -63,7 +78,7 @@ def choose_engine(recipe: Recipe, choice: EngineChoice) -> Engine:
         return ReferenceEngine(recipe)
     try:
         return fast_engine(recipe)
-    except (ValueError, ImportError):
+    except (ValueError, KeyError, ImportError):
         # It has no such model, normalizer or pre-tokenizer, or no wheel for this machine.
         if choice == "fast":
             raise
@@ -73,8 +88,6 @@ def choose_engine(recipe: Recipe, choice: EngineChoice) -> Engine:
 def fast_engine(recipe: Recipe) -> Engine:
     """The fast engine for a tokenizer.json; ValueError where there is none."""
     if recipe.looks_like_bert:
-        import orjson
-
         from holdfast.tokenizers.wordpiece import FastBertEngine, is_bert
 
         if is_bert(orjson.loads(recipe.definition)):

@@ -66,6 +66,8 @@ def train_tokenizer(
     )
     if not counted.characters:
         raise HoldfastError("the input holds no text to learn a vocabulary from")
+    for path in existing:  # a vocabulary must not be found beside the merges of another one
+        path.unlink()
     for name, content in files.items():
         publish_bytes(folder / name, content)
     return tuple(folder / name for name in files)
@@ -98,6 +100,9 @@ def _interruptibly(learn: Callable[[], dict[str, bytes]], texts: _CountedTexts) 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
+        # A wait without a limit can miss a Ctrl-C that arrives as it begins.
+        while thread.is_alive():
+            thread.join(INTERRUPT_SECONDS)
         return result.result()
     except KeyboardInterrupt:
         texts.stopped = True

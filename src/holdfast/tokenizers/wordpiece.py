@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -45,8 +45,22 @@ def is_bert(definition: dict[str, Any]) -> bool:
     )
 
 
-class WordTable(dict[str, bytes]):
-    """Maps a word to the bytes of its ids (uint32); computes a new word, and keeps it while there is room."""
+class PieceTable(dict[str, bytes]):
+    """Maps a part of a text to the bytes of its ids (uint32); computes those of a new one, and keeps them while there is room."""
+
+    compute: Callable[[str], bytes]
+
+    def __missing__(self, text: str) -> bytes:
+        found = self.compute(text)
+        if len(text) <= CACHED_CHARACTERS:
+            if len(self) >= CACHE_ENTRIES:
+                self.clear()
+            self[text] = found
+        return found
+
+
+class WordTable(PieceTable):
+    """The table of words."""
 
     def __init__(self, model: dict[str, Any]) -> None:
         self._vocabulary: dict[str, int] = model["vocab"]
@@ -54,15 +68,7 @@ class WordTable(dict[str, bytes]):
         self._prefix, self._longest = model["continuing_subword_prefix"], model["max_input_chars_per_word"]
         self._longest_piece = max(map(len, self._vocabulary))
 
-    def __missing__(self, word: str) -> bytes:
-        found = self._pieces(word)
-        if len(word) <= CACHED_CHARACTERS:
-            if len(self) >= CACHE_ENTRIES:
-                self.clear()
-            self[word] = found
-        return found
-
-    def _pieces(self, word: str) -> bytes:
+    def compute(self, word: str) -> bytes:
         """The longest piece that fits, again and again; a word that cannot be covered is one unknown token."""
         if len(word) > self._longest:
             return self._unknown
@@ -81,8 +87,8 @@ class WordTable(dict[str, bytes]):
         return ids.tobytes()
 
 
-class ChunkTable(dict[str, bytes]):
-    """The same for blank-delimited chunks of a text that is not plain ASCII."""
+class ChunkTable(PieceTable):
+    """The table of the blank-delimited chunks of texts that are not plain ASCII."""
 
     def __init__(self, words: WordTable, lowercase: bool) -> None:
         from tokenizers.normalizers import BertNormalizer
@@ -92,17 +98,12 @@ class ChunkTable(dict[str, bytes]):
         self._normalize = BertNormalizer(lowercase=lowercase).normalize_str
         self._split = BertPreTokenizer().pre_tokenize_str
 
-    def __missing__(self, chunk: str) -> bytes:
+    def compute(self, chunk: str) -> bytes:
         if chunk.isascii():
             words = ascii_words(chunk, self._lowercase)
         else:
             words = [word for word, _ in self._split(self._normalize(chunk))]
-        found = b"".join(map(self._words.__getitem__, words))
-        if len(chunk) <= CACHED_CHARACTERS:
-            if len(self) >= CACHE_ENTRIES:
-                self.clear()
-            self[chunk] = found
-        return found
+        return b"".join(map(self._words.__getitem__, words))
 
 
 def ascii_words(text: str, lowercase: bool) -> list[str]:
