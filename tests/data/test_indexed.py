@@ -18,6 +18,8 @@ from holdfast.data.indexed import (
     dtype_for_vocabulary,
     write_index,
 )
+from holdfast.data.inspection import describe
+from holdfast.inspection import DocumentSamples
 from holdfast.system.errors import HoldfastError
 
 
@@ -185,3 +187,12 @@ def test_parts_make_one_index_as_if_written_at_once(tmp_path: Path) -> None:
     write_index(tmp_path / "whole", np.uint16, [whole])
     write_index(tmp_path / "parts", np.uint16, [first, second])
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "parts").read_bytes()
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(np.int32, 2**31 - 1), (np.int64, 2**62)])
+def test_token_ids_that_no_vocabulary_has_are_described_without_a_table_of_them(
+    tmp_path: Path, dtype: object, largest: int
+) -> None:
+    build(tmp_path / "a", [[[7, 7, largest]]], dtype)
+    facts = describe(tmp_path / "a", DocumentSamples()).facts
+    assert (facts["largest_id"], facts["distinct_ids"], list(facts["frequent_ids"])) == (largest, 1, [7])

@@ -14,9 +14,10 @@ SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>
 
 
 def append_file(
-    source: int, start: int, destination: int, count: int, advance: Callable[[int], None] = lambda copied: None
+    source: int, destination: int, count: int, advance: Callable[[int], None] = lambda copied: None
 ) -> None:
-    """Appends `count` bytes of `source` from `start` on, at the current position of `destination`."""
+    """Appends the first `count` bytes of `source` at the current position of `destination`."""
+    start = 0
     while count:
         try:
             copied = os.copy_file_range(source, destination, min(count, COPY_BYTES), start)
@@ -37,8 +38,8 @@ def append_file(
 
 
 def start_writeback(descriptor: int, start: int, count: int) -> None:
-    """Has the kernel start to write a stretch to the disk, so that the sync that is to come finds less to wait for. What goes
-    wrong here, that one will say."""
+    """Makes the kernel start to write a stretch to the disk, so that the later sync waits for less. Errors are ignored: the
+    sync reports them."""
     with contextlib.suppress(AttributeError):  # a C library without it
         libc = ctypes.CDLL(None)
         libc.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), SYNC_FILE_RANGE_WRITE)

@@ -5,6 +5,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from holdfast.command_line.results import print_result
 from holdfast.data.preprocess.options import PreprocessOptions
 
 BAD_LINES_EXIT_CODE = 3
@@ -21,12 +22,7 @@ def preprocess(options: PreprocessOptions) -> None:
     summary = run(options)
     for line in summary.lines():
         log(line)
-    if options.json:
-        import orjson
-
-        print(orjson.dumps(asdict(summary)).decode())
-    else:
-        print("\n".join(summary.outputs))
+    print_result(asdict(summary), "\n".join(summary.outputs), options.json, indent=False)
     if summary.bad_lines:
         partition = "" if options.partition_index is None else f"_{options.partition_index}"
         log(f"{_left_out(summary.bad_lines)}; see {options.output_prefix}{partition}.bad.jsonl")
@@ -60,12 +56,7 @@ def merge(options: MergeOptions) -> None:
     merged = run(options.input, options.output_prefix, overwrite=options.overwrite)
     counts = [count_of(merged.documents, "document"), count_of(merged.sequences, "sequence")]
     log(f"{count_of(merged.parts, 'part')}: {', '.join(counts)}, {count_of(merged.bin_bytes, 'byte')}")
-    if options.json:
-        import orjson
-
-        print(orjson.dumps(asdict(merged)).decode())
-    else:
-        print(merged.prefix)
+    print_result(asdict(merged), str(merged.prefix), options.json, indent=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +97,8 @@ def train_tokenizer(options: TokenizerTrainOptions) -> None:
         # Standard input cannot be read again.
         source = iter(texts) if "-" in options.input else texts
         paths = train(source, options.output_dir, options.vocab_size, options.type, overwrite=options.overwrite)
-    if options.json:
-        import orjson
-
-        print(orjson.dumps({"files": [str(path) for path in paths], "bad_lines": texts.bad_lines}).decode())
-    else:
-        print(*paths, sep="\n")
+    files = [str(path) for path in paths]
+    print_result({"files": files, "bad_lines": texts.bad_lines}, "\n".join(files), options.json, indent=False)
     if texts.bad_lines:
         log(_left_out(texts.bad_lines))
         sys.exit(BAD_LINES_EXIT_CODE)

@@ -9,8 +9,9 @@ from holdfast.data.indexed import IndexedDataset, pair_paths
 from holdfast.inspection import DocumentSamples, PathDescription
 from holdfast.system.errors import HoldfastError
 
-# Token ids are counted in at most this many tokens, spread evenly over the data.
+# Token ids are counted in at most this many tokens, spread evenly over the data; no vocabulary has larger ids.
 COUNTED_TOKENS = 1 << 26
+LARGEST_COUNTED_ID = 1 << 24
 COUNTED_STRETCH = 1 << 20
 SHOWN_CHARACTERS = 200
 
@@ -60,14 +61,16 @@ def _tokens(dataset: IndexedDataset) -> dict[str, Any]:
     if tokens.dtype.kind not in "iu" or not len(tokens):
         return {"largest_id": None, "distinct_ids": 0, "frequent_ids": {}}
     stretches = max(1, min(COUNTED_TOKENS, len(tokens)) // COUNTED_STRETCH)
-    counts = np.zeros(0, np.int64)
+    counts, largest = np.zeros(0, np.int64), 0
     for start in np.linspace(0, max(0, len(tokens) - COUNTED_STRETCH), stretches).astype(int):
-        found = np.bincount(np.maximum(tokens[start : start + COUNTED_STRETCH], 0))
+        stretch = np.maximum(tokens[start : start + COUNTED_STRETCH], 0)
+        largest = max(largest, int(stretch.max()))
+        found = np.bincount(stretch[stretch <= LARGEST_COUNTED_ID])
         counts = np.pad(counts, (0, max(0, len(found) - len(counts))))
         counts[: len(found)] += found
     frequent = np.argsort(counts)[::-1][:10]
     share = {int(number): round(float(counts[number] / counts.sum()), 6) for number in frequent if counts[number]}
-    return {"largest_id": len(counts) - 1, "distinct_ids": int((counts > 0).sum()), "frequent_ids": share}
+    return {"largest_id": largest, "distinct_ids": int((counts > 0).sum()), "frequent_ids": share}
 
 
 def _texts(

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.data.samples.blend import Samples
+from holdfast.data.samples.packed import PADDING_DOCUMENT
 from holdfast.system.errors import HoldfastError, UsageError
 
 # Steps that are read ahead of the one being trained on.
@@ -38,9 +38,9 @@ class MicroBatch:
     loss_mask: Tensor
     """[B, T] float32, 0 where a token has no loss."""
     position_ids: Tensor | None
-    """[B, T] int64, counted from the last end of document; None: 0 to T - 1 everywhere."""
+    """[B, T] int64, counted from the start of the document; None: 0 to T - 1 everywhere."""
     document_ids: Tensor | None
-    """[B, T] int32, rising within a row; a token attends to earlier ones of its own document. None: to all earlier ones."""
+    """[B, T] int32, neighbouring documents differ; a token attends to earlier ones of its own. None: to all earlier ones."""
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         return _move_to(self, device)
@@ -170,9 +170,7 @@ class RankBatches(ABC, Generic[B]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -180,24 +178,10 @@ class GPTBatches(RankBatches[MicroBatch]):
     """Batches of GPT samples."""
 
     def __init__(
-        self,
-        samples: Samples,
-        micro_batch_size: int,
-        *,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        rules: DocumentRules | None = None,
-        num_workers: int = 2,
-        pin_memory: bool | None = None,
+        self, samples: Samples, micro_batch_size: int, *, rules: DocumentRules | None = None, **shared: Any
     ) -> None:
-        super().__init__(
-            samples,
-            micro_batch_size,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-        )
+        """`shared`: the keywords of RankBatches."""
+        super().__init__(samples, micro_batch_size, **shared)
         self.rules = rules or DocumentRules()
 
     def assemble(self, samples: Sequence[npt.NDArray[np.int64]]) -> MicroBatch:
@@ -217,6 +201,25 @@ class GPTBatches(RankBatches[MicroBatch]):
                 document_ids = self._tensor(documents_of_tokens(ends))
         return MicroBatch(
             self._tensor(tokens), self._tensor(labels), self._tensor(loss_mask), position_ids, document_ids
+        )
+
+
+class PackedBatches(GPTBatches):
+    """Batches of packed samples: tokens attend to their own document, count positions in it, and predict its next token."""
+
+    def assemble(self, samples: Sequence[npt.NDArray[np.int64]]) -> MicroBatch:
+        text, documents = np.stack(samples, axis=1)
+        tokens = np.ascontiguousarray(text[:, :-1])
+        ends = documents[:, :-1] != documents[:, 1:]
+        predicts = ~ends & (documents[:, :-1] != PADDING_DOCUMENT)
+        if self.rules.eod_mask_loss:
+            predicts &= tokens != self.rules.eod
+        return MicroBatch(
+            self._tensor(tokens),
+            self._tensor(np.ascontiguousarray(text[:, 1:])),
+            self._tensor(predicts.astype(np.float32)),
+            self._tensor(positions_in_documents(ends)),
+            self._tensor(documents[:, :-1].astype(np.int32)),
         )
 
 

@@ -89,5 +89,5 @@ def _join_tokens(parts: Sequence[IndexedDataset], destination: Path) -> int:
     with progress("merge", sum(sizes)) as bar, destination.open("wb", buffering=0) as file:
         for part, size in zip(parts, sizes, strict=True):
             with part.bin_path.open("rb", buffering=0) as source:
-                append_file(source.fileno(), 0, file.fileno(), size, bar.advance)
+                append_file(source.fileno(), file.fileno(), size, bar.advance)
     return sum(sizes)

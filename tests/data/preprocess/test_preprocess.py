@@ -16,6 +16,7 @@ import holdfast.data.preprocess.build as module
 from holdfast import IndexedDataset, preprocess
 from holdfast.data.preprocess.encode import _insert
 from holdfast.data.preprocess.options import PreprocessOptions
+from holdfast.data.preprocess.provenance import tokenizer_of_data
 from holdfast.system.errors import HoldfastError, UsageError
 from tests.data.conftest import TokenizerFiles
 from tests.data.corpora import (
@@ -176,6 +177,15 @@ def test_the_library_function_takes_every_option_of_the_verb_as_a_keyword(tmp_pa
         preprocess("a.jsonl", tmp_path / "out", **values, include_special_tokens=False)
     with pytest.raises(TypeError, match="append_end"):
         preprocess("a.jsonl", tmp_path / "out", append_end=True)
+
+
+def test_the_tokenizer_of_data_is_found_as_long_as_the_data_is_there(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [b'{"text": "one two"}'])
+    preprocess(source, tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    found = tokenizer_of_data(tmp_path / "out_text_document")
+    assert found is not None and found["digest_sha256"] == small_bpe.build().recipe.digest
+    (tmp_path / "out_text_document.bin").unlink()
+    assert tokenizer_of_data(tmp_path / "out_text_document") is None
 
 
 def test_the_provenance_says_what_was_made_of_what(tmp_path: Path, small_bpe: TokenizerFiles) -> None:

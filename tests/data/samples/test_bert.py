@@ -9,7 +9,7 @@ import torch
 from holdfast.data.indexed import IndexedDataset
 from holdfast.data.loader import BertBatches
 from holdfast.data.samples.bert import BertRules, BertSamples, BertVocabulary, build_bert_splits, trim_pair
-from holdfast.data.samples.bert_index import map_epoch
+from holdfast.data.samples.bert_index import MappingRules, map_epoch
 from holdfast.data.samples.masking import Masking
 from holdfast.data.samples.stateless_random import random_words, uniform
 from holdfast.system.errors import HoldfastError, UsageError
@@ -52,7 +52,7 @@ def test_sentence_ranges_equal_megatrons_without_short_sequences(
     ends, lengths = np.array(data.document_indices), np.array(data.sequence_lengths)
     assert (lengths > 512).any()
     theirs = helpers.build_mapping(ends, lengths, 1, 10**9, max_tokens, 0.0, 7, False, least)
-    ours = map_epoch(lengths, ends, 0, max_tokens, 0.0, least, 7)
+    ours = map_epoch(lengths, ends, 0, MappingRules(max_tokens, 0.0, least, 7))
     np.testing.assert_array_equal(ours, theirs[np.argsort(theirs[:, 0])])
 
 

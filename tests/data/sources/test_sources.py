@@ -1,6 +1,7 @@
 """Every form of input gives the bytes of the plain one, however it is compressed, cut and spread over files."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
@@ -109,6 +110,28 @@ def test_a_truncated_file_is_named(tmp_path: Path, small_bpe: TokenizerFiles, co
     with pytest.raises(HoldfastError, match=r"a\.jsonl"):
         preprocess(source, tmp_path / "out", **small_bpe.arguments(), on_bad_line="fail")  # type: ignore[arg-type]
     assert not list(tmp_path.glob("out_text*"))
+
+
+@pytest.mark.parametrize("damage", [0x00, 0xFF, 0x80, 0x01])
+def test_every_damaged_byte_at_the_end_of_an_xz_file_is_found_or_harmless(tmp_path: Path, damage: int) -> None:
+    """The index and the footer say where the blocks are: what they say is checked."""
+    text = b"line\n" * 1000
+    whole, source = xz(text) + xz(b"") + xz(text), tmp_path / "a.jsonl.xz"
+    for at in range(len(whole) - 60, len(whole)):
+        source.write_bytes(whole[:at] + bytes([whole[at] ^ damage or damage]) + whole[at + 1 :])
+        with contextlib.suppress(HoldfastError):
+            units = list(plan(find_inputs([source])))
+            assert b"".join(block for unit in units for block in unit_lines(unit)) == text * 2
+    for length in range(6, 40):
+        source.write_bytes(whole[:length])
+        with pytest.raises(HoldfastError):
+            list(plan(find_inputs([source])))
+
+
+def test_a_pipe_that_is_given_by_name_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(HoldfastError, match="not a regular file; to read from a pipe, give --input -"):
+        find_inputs([tmp_path / "pipe.jsonl"])
 
 
 def test_many_files_compressed_in_one_piece_are_shared_out(

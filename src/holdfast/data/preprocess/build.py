@@ -226,7 +226,7 @@ def _accept(result: UnitResult, check: CrossCheck) -> EncodedPart:
 
 
 def _append_ready(task: DatasetBuild, workspace: Workspace) -> list[EncodedPart]:
-    """Appends the parts whose turn it is. A bad line is reported here, where the lines before it have been counted."""
+    """Appends the parts that are next in order. A bad line is reported here, once the lines before it are counted."""
     appended = []
     while (part := workspace.next_part()) is not None:
         lines = _bad_lines(task, workspace, part) if part.bad else []

@@ -60,7 +60,7 @@ def provenance_path(prefix: str, inputs: Sequence[str]) -> Path:
 
 
 def read_provenance(path: Path) -> dict[str, Any] | None:
-    """The content of a provenance file; None when there is none, or the file is another thing."""
+    """The content of a provenance file; None if there is none, or the file is something else."""
     try:
         with path.open("rb") as file:
             if FORMAT.encode() not in file.read(100):
@@ -80,13 +80,18 @@ def tokenizer_of_data(prefix: Path | str) -> dict[str, Any] | None:
     parts = pair.name.split("_")
     stems = ["_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
     for name in (f"{stem}{ending}" for stem in stems for ending in (".json", ".provenance.json")):
-        content = read_provenance(pair.with_name(name))
-        for output in content.get("outputs", ()) if content else ():
-            files = [(Path(f"{pair}.{ending}"), output.get(f"{ending}_bytes")) for ending in ("bin", "idx")]
-            if Path(output["prefix"]).name == pair.name and all(file.stat().st_size == size for file, size in files):
-                found = content.get("tokenizer") if content else None
+        content = read_provenance(pair.with_name(name)) or {}
+        for output in content.get("outputs", ()):
+            if Path(output["prefix"]).name == pair.name and _has_sizes(pair, output):
+                found = content.get("tokenizer")
                 return found if isinstance(found, dict) and isinstance(found.get("digest_sha256"), str) else None
     return None
+
+
+def _has_sizes(prefix: Path | str, output: Mapping[str, Any]) -> bool:
+    """Whether both files of a pair are there, with the sizes that an output of a provenance file states."""
+    files = [(Path(f"{prefix}.{ending}"), output.get(f"{ending}_bytes")) for ending in ("bin", "idx")]
+    return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 
 @functools.cache
@@ -145,11 +150,8 @@ def completed_summary(path: Path, settings: Mapping[str, Any]) -> Summary | None
         return None
     if content["summary"]["bad_lines"] and settings["on_bad_line"] == "fail":
         return None
-    for output in content["outputs"]:
-        for ending in ("bin", "idx"):
-            file = Path(f"{output['prefix']}.{ending}")
-            if not file.is_file() or file.stat().st_size != output[f"{ending}_bytes"]:
-                return None
+    if not all(_has_sizes(output["prefix"], output) for output in content["outputs"]):
+        return None
     summary = {**content["summary"], "outputs": tuple(content["summary"]["outputs"]), "already_complete": True}
     return Summary(**summary)
 

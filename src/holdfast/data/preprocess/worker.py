@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -23,6 +24,7 @@ import xxhash
 from holdfast.data.preprocess.encode import EncodedDocuments, encode_documents
 from holdfast.data.preprocess.sentences import SentenceSplitter
 from holdfast.data.sources import DocumentBatch, Unit, Value, read_unit
+from holdfast.system.descriptors import write_all
 from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import Recipe
 from holdfast.tokenizers.tokenizer import EngineChoice, Tokenizer
@@ -50,7 +52,7 @@ class WorkerSetup:
 
 @dataclass
 class EncodedPart:
-    """An encoded unit. Its files lie in the parts folder until they are appended to the dataset."""
+    """An encoded unit. Its files are in the parts folder until they are appended to the dataset."""
 
     unit: int
     file: int
@@ -154,10 +156,8 @@ def _count(part: EncodedPart, batch: DocumentBatch) -> None:
     part.documents += batch.documents
 
 
-def _write(file: object, array: np.ndarray) -> None:
-    view = np.ascontiguousarray(array).view(np.uint8).data
-    while view:
-        view = view[file.write(view) :]  # type: ignore[attr-defined]
+def _write(file: BinaryIO, array: np.ndarray) -> None:
+    write_all(file.fileno(), np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _sample(encoded: EncodedDocuments, number: int, tokenizer: Tokenizer) -> list[tuple[str, bytes]]:

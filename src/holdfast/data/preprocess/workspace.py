@@ -195,13 +195,13 @@ class Workspace:
         return unit >= self.state.next_unit and unit not in self.waiting
 
     def add(self, part: EncodedPart) -> None:
-        """Takes note of a finished part; it is kept from now on."""
+        """Records a finished part; a later run keeps it."""
         self.waiting[part.unit] = part
         if part.unit != self.state.next_unit:
             self._journal.write({"part": asdict(part)})
 
     def next_part(self) -> EncodedPart | None:
-        """The part whose turn it is, once it is there."""
+        """The next part to append, if it is finished."""
         return self.waiting.get(self.state.next_unit)
 
     def append(self, part: EncodedPart, bad_lines: bytes) -> None:
@@ -212,7 +212,7 @@ class Workspace:
             key_state = state.keys[key]
             size = part.tokens[key] * self._itemsize
             with source.open("rb") as file:
-                append_file(file.fileno(), 0, tokens, size)
+                append_file(file.fileno(), tokens, size)
                 file.seek(size)
                 write_all(lengths, file.read(4 * part.sequences[key]))
                 ends = np.frombuffer(file.read(), "<i8") + key_state.sequences

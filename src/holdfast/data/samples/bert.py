@@ -14,12 +14,10 @@ import numpy.typing as npt
 import orjson
 
 from holdfast.data.indexed import IndexedDataset
-from holdfast.data.samples.bert_index import build_bert_index
-from holdfast.data.samples.blend import BlendedSamples, build_splits, parse_data_path
-from holdfast.data.samples.gpt import index_folder
-from holdfast.data.samples.index_cache import data_identity, open_index
+from holdfast.data.samples.bert_index import MappingRules, build_bert_index
+from holdfast.data.samples.blend import BlendedSamples, build_splits
+from holdfast.data.samples.index_cache import index_folder, open_index, sample_identity
 from holdfast.data.samples.masking import Masking, mask_tokens
-from holdfast.data.samples.splits import SPLITS, split_ranges
 from holdfast.data.samples.stateless_random import random_words, uniform
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.tokenizers import Tokenizer
@@ -96,28 +94,14 @@ class BertSamples:
         documents = range(self.data.document_count) if documents is None else documents
         self.document_ends = np.array(self.data.document_indices[documents.start : documents.stop + 1], dtype=np.int64)
         self._check(documents, name)
-        self.identity: dict[str, Any] = {
-            "data": Path(self.data.prefix).name,
-            **data_identity(self.data.prefix),
-            "documents": [documents.start, documents.stop],
-            "num_samples": num_samples,
-            "seq_length": seq_length,
-            "seed": seed,
-            "short_seq_prob": self.rules.short_seq_prob,
-            "binary_head": self.rules.binary_head,
-        }
+        settings = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+        settings |= {"short_seq_prob": self.rules.short_seq_prob, "binary_head": self.rules.binary_head}  # type: ignore[dict-item]
+        self.identity: dict[str, Any] = sample_identity(self.data.prefix, documents, **settings)
 
         def build(folder: Path) -> None:
-            build_bert_index(
-                folder,
-                self.data.sequence_lengths,
-                self.document_ends,
-                num_samples=num_samples,
-                max_tokens=seq_length - SPECIAL_TOKENS,
-                short_seq_prob=self.rules.short_seq_prob,
-                least_sentences=2 if self.rules.binary_head else 1,
-                seed=seed,
-            )
+            least = 2 if self.rules.binary_head else 1
+            mapping = MappingRules(seq_length - SPECIAL_TOKENS, self.rules.short_seq_prob, least, seed)
+            build_bert_index(folder, self.data.sequence_lengths, self.document_ends, num_samples, mapping)
 
         folder = index_folder(self.data.prefix, cache_dir)
         self.mapping = open_index(folder, f"bert-{name}", self.identity, build)["mapping"]
@@ -235,26 +219,11 @@ def build_bert_splits(
     rules: BertRules | None = None,
     cache_dir: Path | str | None = None,
 ) -> tuple[BertSamples | BlendedSamples | None, ...]:
-    """Training, validation and test samples, as `build_gpt_splits` gives them for GPT; splits are cut between documents."""
-    blend = parse_data_path(data_path)
+    """Training, validation and test samples: see `build_splits`. Splits are cut between documents."""
 
-    def make(prefix: str, wanted: Sequence[int | None]) -> list[BertSamples | None]:
-        data = IndexedDataset(prefix)
-        return [
-            None
-            if documents is None or number == 0
-            else BertSamples(
-                data,
-                documents,
-                num_samples=number,
-                seq_length=seq_length,
-                seed=seed,
-                vocabulary=vocabulary,
-                rules=rules,
-                cache_dir=cache_dir,
-                name=name,
-            )
-            for name, documents, number in zip(SPLITS, split_ranges(split, data.document_count), wanted, strict=True)
-        ]
+    def make(data: IndexedDataset, documents: range, number: int | None, name: str) -> BertSamples:
+        shape = {"seq_length": seq_length, "seed": seed}
+        text = {"vocabulary": vocabulary, "rules": rules, "cache_dir": cache_dir}
+        return BertSamples(data, documents, num_samples=number, **shape, **text, name=name)  # type: ignore[arg-type]
 
-    return tuple(build_splits(blend, samples, make, index_folder(blend.prefixes[0], cache_dir)))
+    return build_splits(data_path, split, samples, make, lambda data: data.document_count, cache_dir)

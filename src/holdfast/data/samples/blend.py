@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.data.indexed import IndexedDataset, pair_paths
-from holdfast.data.samples.index_cache import open_index
-from holdfast.data.samples.splits import SPLITS
+from holdfast.data.samples.index_cache import index_folder, open_index
+from holdfast.data.samples.splits import SPLITS, split_ranges
 from holdfast.system.errors import HoldfastError, UsageError
 
 # Samples per dataset beyond its share, so that rounding never leaves the blend one short (Megatron's default).
@@ -108,8 +108,8 @@ class BlendedSamples:
             build_blend_index(folder, shares, size, limits)
 
         arrays = open_index(cache_dir, f"blend-{split}", self.identity, build)
-        self.dataset_index, self.sample_index = arrays["dataset"], arrays["sample"]
-        for number, (part, count) in enumerate(zip(parts, arrays["drawn"].tolist(), strict=True)):
+        self.dataset_index, self.sample_index, self.drawn = arrays["dataset"], arrays["sample"], arrays["drawn"]
+        for number, (part, count) in enumerate(zip(parts, self.drawn.tolist(), strict=True)):
             if count > len(part):
                 raise HoldfastError(
                     f"the {split} blend draws {count} samples from dataset {number + 1}, which has {len(part)}: "
@@ -222,23 +222,37 @@ def _draw(
 
 
 def build_splits(
-    data_path: DataPath,
+    data_path: Sequence[str],
+    split: str,
     samples: Sequence[int | None],
-    make: Callable[[str, Sequence[int | None]], Sequence[S | None]],
-    cache_dir: Path,
-) -> list[S | BlendedSamples | None]:
-    """The three splits of a data path. `make(prefix, samples)` gives those of one dataset; None samples ask for one epoch.
+    make: Callable[[IndexedDataset, range, int | None, str], S],
+    count: Callable[[IndexedDataset], int],
+    cache_dir: Path | str | None,
+) -> tuple[S | BlendedSamples | None, ...]:
+    """The three splits of `--data-path` and `--split`, blended as Megatron blends them.
 
-    A split of which no samples are wanted (0) is None, and so is one without a share of the documents.
+    `samples` says how many of each are needed (None: one epoch). A split of which 0 samples are needed is None, and so is one
+    without a share of the documents. `make(data, documents, samples, name)` gives one split of one dataset, `count(data)` the
+    number of its documents.
     """
-    prefixes, weights = data_path.prefixes, data_path.weights
+    parsed = parse_data_path(data_path)
+    prefixes, weights = parsed.prefixes, parsed.weights
+    blend_folder = index_folder(prefixes[0], cache_dir)
+
+    def splits_of(prefix: str, wanted: Sequence[int | None]) -> list[S | None]:
+        data = IndexedDataset(prefix)
+        return [
+            None if documents is None or number == 0 else make(data, documents, number, name)
+            for name, documents, number in zip(SPLITS, split_ranges(split, count(data)), wanted, strict=True)
+        ]
+
     if len(prefixes) == 1 and weights is None:
-        return list(make(prefixes[0], samples))
+        return tuple(splits_of(prefixes[0], samples))
     shares = None if weights is None else normalize(weights)
     if shares is not None and None in samples:
         raise UsageError("a weighted blend needs a number of samples")
     parts = [
-        make(prefix, _samples_of(None if shares is None else shares[number], samples, SURPLUS))
+        splits_of(prefix, _samples_of(None if shares is None else shares[number], samples, SURPLUS))
         for number, prefix in enumerate(prefixes)
     ]
     splits: list[S | BlendedSamples | None] = []
@@ -251,7 +265,7 @@ def build_splits(
         assert len(present) == len(members)
         if shares is not None:
             size: int | None = sum(_samples_of(share, samples, 0.0)[number] or 0 for share in shares)
-            splits.append(BlendedSamples(present, shares, size, name, cache_dir))
+            splits.append(BlendedSamples(present, shares, size, name, blend_folder))
         else:
             sizes = [len(member) for member in present]
             if min(sizes) == 0:
@@ -259,8 +273,8 @@ def build_splits(
                     f"{prefixes[sizes.index(0)]} has too few tokens for one {name} sample: leave it out"
                 )
             size = None if wanted is None else min(wanted, sum(sizes))
-            splits.append(BlendedSamples(present, sizes, size, name, cache_dir))
-    return splits
+            splits.append(BlendedSamples(present, sizes, size, name, blend_folder))
+    return tuple(splits)
 
 
 def _samples_of(share: float | None, samples: Sequence[int | None], surplus: float) -> list[int | None]:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.data.indexed import IndexedDataset
-from holdfast.data.samples.blend import BlendedSamples, build_splits, parse_data_path
+from holdfast.data.samples.blend import Samples, build_splits
 from holdfast.data.samples.gpt_index import build_gpt_index, plan_epochs
-from holdfast.data.samples.index_cache import data_identity, open_index
-from holdfast.data.samples.splits import SPLITS, split_ranges
+from holdfast.data.samples.index_cache import index_folder, open_index, sample_identity
+from holdfast.data.samples.packed import PackedSamples
 from holdfast.system.errors import HoldfastError
 
 # check_token_range reads this many stretches of this many tokens: at most 16 MB of int32 tokens.
@@ -53,14 +53,8 @@ class GPTSamples:
             )
         epochs = plan_epochs(tokens, seq_length, num_samples)
         self.epochs = epochs.count
-        self.identity: dict[str, Any] = {
-            "data": Path(self.data.prefix).name,
-            **data_identity(self.data.prefix),
-            "documents": [documents.start, documents.stop],
-            "num_samples": num_samples,
-            "seq_length": seq_length,
-            "seed": seed,
-        }
+        settings = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+        self.identity: dict[str, Any] = sample_identity(self.data.prefix, documents, **settings)
 
         def build(folder: Path) -> None:
             # A copy in memory: the mapped lengths are read in random order, and start at an odd address.
@@ -93,33 +87,17 @@ def build_gpt_splits(
     seed: int,
     samples: tuple[int | None, int | None, int | None],
     cache_dir: Path | str | None = None,
-) -> tuple[GPTSamples | BlendedSamples | None, ...]:
-    """Training, validation and test samples of `--data-path` and `--split`, blended as Megatron blends them.
+    packed: bool = False,
+) -> tuple[Samples | None, ...]:
+    """Training, validation and test samples: see `build_splits`. `packed`: whole documents (--packing best-fit) instead of runs
+    of tokens."""
+    kind = PackedSamples if packed else GPTSamples
 
-    `samples` says how many of each are needed (None: one epoch). A split without a share of the documents, or of which 0
-    samples are needed, is None.
-    """
-    blend = parse_data_path(data_path)
+    def make(data: IndexedDataset, documents: range, number: int | None, name: str) -> Samples:
+        shape = {"seq_length": seq_length, "seed": seed}
+        return kind(data, documents, num_samples=number, **shape, cache_dir=cache_dir, name=name)
 
-    def make(prefix: str, wanted: Sequence[int | None]) -> list[GPTSamples | None]:
-        data = IndexedDataset(prefix)
-        return [
-            None
-            if documents is None or number == 0
-            else GPTSamples(
-                data, documents, num_samples=number, seq_length=seq_length, seed=seed, cache_dir=cache_dir, name=name
-            )
-            for name, documents, number in zip(
-                SPLITS, split_ranges(split, len(data.sequence_lengths)), wanted, strict=True
-            )
-        ]
-
-    return tuple(build_splits(blend, samples, make, index_folder(blend.prefixes[0], cache_dir)))
-
-
-def index_folder(prefix: Path | str, cache_dir: Path | str | None) -> Path:
-    """Where the indices of a dataset lie: the given folder, or `PREFIX.index/` beside the data."""
-    return Path(cache_dir) if cache_dir is not None else Path(f"{prefix}.index")
+    return build_splits(data_path, split, samples, make, lambda data: len(data.sequence_lengths), cache_dir)
 
 
 def check_token_range(data: IndexedDataset, vocab_size: int) -> int:

@@ -41,10 +41,16 @@ def open_index(folder: Path, kind: str, identity: Mapping[str, Any], build: Call
     return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
 
 
-def data_identity(prefix: Path | str) -> dict[str, Any]:
-    """The identity of a `.bin/.idx` pair: sizes, and when the index was written."""
+def index_folder(prefix: Path | str, cache_dir: Path | str | None) -> Path:
+    """Where the indices of a dataset are: the given folder, or `PREFIX.index/` beside the data."""
+    return Path(cache_dir) if cache_dir is not None else Path(f"{prefix}.index")
+
+
+def sample_identity(prefix: str, documents: range, **settings: Any) -> dict[str, Any]:
+    """What decides the samples of a `.bin/.idx` pair: its sizes and when its index was written, the documents, the settings."""
     index, tokens = Path(f"{prefix}.idx").stat(), Path(f"{prefix}.bin").stat()
-    return {"idx_bytes": index.st_size, "idx_mtime_ns": index.st_mtime_ns, "bin_bytes": tokens.st_size}
+    files = {"idx_bytes": index.st_size, "idx_mtime_ns": index.st_mtime_ns, "bin_bytes": tokens.st_size}
+    return {"data": Path(prefix).name, **files, "documents": [documents.start, documents.stop], **settings}
 
 
 def _build_once(path: Path, description: str, build: Callable[[Path], None]) -> None:

@@ -1,24 +1,27 @@
 """Reading .gz, .xz, .zst and .bz2: as one stream, or from any position where decoding can start.
 
 Frames of zst, blocks of xz and streams of bz2 are decoded independently of each other, so several workers can share one file.
-The invariant: a truncated or damaged file is an error that names it, never a quiet end.
+The invariant: a truncated or damaged file raises an error that names it.
 """
 
 import bz2
 import lzma
+import mmap
 import os
+import re
 import struct
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from holdfast.system.errors import HoldfastError
 
 READ_BYTES = 1 << 17
 MAGICS = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst", b"BZh": "bz2"}
-BZ2_STREAM = b"1AY&SY"
+BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
+"""The start of a stream: BZh, a digit and the magic number of a block, ten bytes that do not occur by chance."""
 
 
 def sniff(magic: bytes) -> str:
@@ -67,10 +70,14 @@ def decompress(read: Callable[[int], bytes], compression: str, path: str) -> Ite
             raise
         raise _damaged(path, error) from error
     if decoder is not None:
-        raise HoldfastError(f"{path} ends in the middle of its compressed data: it was cut short; get it again")
+        raise _cut_short(path)
 
 
-def _damaged(path: str, error: Exception) -> HoldfastError:
+def _cut_short(path: str) -> HoldfastError:
+    return HoldfastError(f"{path} ends in the middle of its compressed data: it was cut short; get it again")
+
+
+def _damaged(path: str, error: Exception | str) -> HoldfastError:
     return HoldfastError(f"{path} is damaged: its compressed data cannot be decoded ({error}); get it again")
 
 
@@ -88,7 +95,7 @@ def decoding_starts(path: str, compression: str) -> list[int]:
     if compression == "xz":
         return [block.start for block in xz_blocks(path)]
     if compression == "bz2":
-        return _bz2_streams(path)
+        return list(bz2_streams(path))
     return [0]
 
 
@@ -127,7 +134,7 @@ def _zst_frames(path: str) -> list[int]:
 
 def _zst_frame_length(descriptor: int, position: int, head: bytes, path: str) -> tuple[int, bool]:
     if len(head) < 5:
-        raise HoldfastError(f"{path} ends in the middle of its compressed data: it was cut short; get it again")
+        raise _cut_short(path)
     magic = int.from_bytes(head[:4], "little")
     if 0x184D2A50 <= magic <= 0x184D2A5F:
         return 8 + int.from_bytes(head[4:8], "little"), True
@@ -141,80 +148,84 @@ def _zst_frame_length(descriptor: int, position: int, head: bytes, path: str) ->
     while not last:
         block = os.pread(descriptor, 3, offset)
         if len(block) < 3:
-            raise HoldfastError(f"{path} ends in the middle of its compressed data: it was cut short; get it again")
+            raise _cut_short(path)
         header = int.from_bytes(block, "little")
         last, kind = header & 1, header >> 1 & 3
         offset += 3 + (1 if kind == 1 else header >> 3)
     return offset + (4 if descriptor_byte >> 2 & 1 else 0) - position, False
 
 
-def _bz2_streams(path: str) -> list[int]:
-    """Streams begin on a byte with BZh, a digit and the block magic: ten bytes that do not occur by chance."""
-    import mmap
-    import re
-
+def bz2_streams(path: str) -> Iterator[int]:
+    """Where streams begin. Reads no further than its caller asks."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return [match.start() for match in re.finditer(rb"BZh[1-9]" + BZ2_STREAM, content)]
+        for match in BZ2_STREAM.finditer(content):
+            yield match.start()
 
 
-class XzBlock:
-    """Where a block lies, and the header of its stream, which says how blocks are checked."""
+class XzBlock(NamedTuple):
+    """The place of a block, its decoded size, and the header of its stream, which says how blocks are checked."""
 
-    __slots__ = ("end", "header", "start")
+    start: int
+    end: int
+    size: int
+    header: bytes
 
-    def __init__(self, start: int, end: int, header: bytes) -> None:
-        self.start, self.end, self.header = start, end, header
+
+def xz_blocks(path: str) -> list[XzBlock]:
+    """The blocks of all streams, read backwards from the stream footers; empty when the file has another structure."""
+    status = os.stat(path)
+    return _xz_blocks(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
-def xz_blocks(path: str) -> list[XzBlock]:
-    """The blocks of all streams, read backwards from the stream footers; empty when the file has another structure."""
+def _xz_blocks(path: str, end: int, _modified: int) -> list[XzBlock]:
+    """`end`: the size of the file, which may be another one under the same name later."""
     blocks: list[XzBlock] = []
     with open(path, "rb") as file:
-        end = os.fstat(file.fileno()).st_size
         while end > 0:
-            footer = os.pread(file.fileno(), 12, end - 12)
-            if footer == b"\0" * 12 or (footer[8:] == b"\0" * 4):
+            footer = os.pread(file.fileno(), 12, max(0, end - 12))
+            if footer[8:] == b"\0" * 4:
                 end -= 4  # stream padding
                 continue
-            if len(footer) < 12 or footer[10:] != b"YZ":
+            index_end = end - 12
+            if index_end < 12 or footer[10:] != b"YZ":
                 raise HoldfastError(f"{path} does not end as an xz file does: it was cut short; get it again")
-            index_size = (int.from_bytes(footer[4:8], "little") + 1) * 4
-            sizes = _xz_index(os.pread(file.fileno(), index_size, end - 12 - index_size))
-            start = end - 12 - index_size - sum(-(-size // 4) * 4 for size in sizes) - 12
-            header = os.pread(file.fileno(), 12, start)
+            index_start = max(0, index_end - (int.from_bytes(footer[4:8], "little") + 1) * 4)
+            sizes = _xz_index(os.pread(file.fileno(), index_end - index_start, index_start), path)
+            start = index_start - sum(packed for packed, _ in sizes) - 12
+            header = os.pread(file.fileno(), 12, max(0, start))
             if start < 0 or not header.startswith(b"\xfd7zXZ"):
-                raise HoldfastError(f"{path} is damaged: its xz index does not fit; get it again")
+                raise _wrong_index(path)
             offset, stream = start + 12, []
-            for size in sizes:
-                padded = -(-size // 4) * 4
-                stream.append(XzBlock(offset, offset + padded, header))
-                offset += padded
+            for packed, size in sizes:
+                stream.append(XzBlock(offset, offset + packed, size, header))
+                offset += packed
             blocks[:0] = stream
             end = start
     return blocks
 
 
-def _xz_index(index: bytes) -> list[int]:
-    """Unpadded sizes of the blocks."""
+def _wrong_index(path: str) -> HoldfastError:
+    return HoldfastError(f"{path} is damaged: its xz index does not fit; get it again")
+
+
+def _xz_index(index: bytes, path: str) -> list[tuple[int, int]]:
+    """The sizes of the blocks: in the file, with their padding, and decoded."""
+    if zlib.crc32(index[:-4]) != int.from_bytes(index[-4:], "little"):
+        raise _wrong_index(path)
     position = 1  # the first byte marks the index
 
     def number() -> int:
         nonlocal position
-        value = shift = 0
-        while True:
-            byte = index[position]
+        value = 0
+        for shift, byte in zip(range(0, 63, 7), index[position : position + 9], strict=False):
             position += 1
             value |= (byte & 0x7F) << shift
-            shift += 7
             if not byte & 0x80:
                 return value
+        raise _wrong_index(path)
 
-    sizes = []
-    for _ in range(number()):
-        sizes.append(number())
-        number()  # the uncompressed size is not needed
-    return sizes
+    return [(-(-number() // 4) * 4, number()) for _ in range(number())]
 
 
 def _decode_xz(path: str, start: int, end: int | None) -> Iterator[bytes]:
@@ -227,7 +238,7 @@ def _decode_xz(path: str, start: int, end: int | None) -> Iterator[bytes]:
                 return
             decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ)
             file.seek(block.start)
-            left = block.end - block.start
+            left, size = block.end - block.start, 0
             try:
                 decoder.decompress(block.header)
                 while left:
@@ -235,6 +246,11 @@ def _decode_xz(path: str, start: int, end: int | None) -> Iterator[bytes]:
                     left -= len(piece)
                     if not piece:
                         raise HoldfastError(f"{path} was cut short while it was read")
-                    yield decoder.decompress(piece)
+                    decoded = decoder.decompress(piece)
+                    size += len(decoded)
+                    yield decoded
             except lzma.LZMAError as error:
                 raise _damaged(path, error) from error
+            # A damaged end of a block makes the decoder wait for more; only the size shows it.
+            if size != block.size:
+                raise _damaged(path, f"the block at byte {block.start:,} has another size than the index says")

@@ -5,6 +5,7 @@ The order is the user's; within a glob or a folder it is the order of the names,
 
 import glob
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,14 +34,10 @@ def find_inputs(names: Sequence[str | Path], blank_line_documents: bool = False)
     files = [_classify(number, path) for number, path in enumerate(paths)]
     if blank_line_documents:
         files = [replace(file, source="passages") if file.source == "text" else file for file in files]
-    whole = [file for file in files if file.compression in ("gz", "xz", "zst", "bz2") and file.source == "jsonl"]
+    whole = [file for file in files if file.compression and file.source == "jsonl"]
     if len(whole) >= SHARED_OUT_FROM:
-        files = [_shared(file) if file.compression else file for file in files]
+        files = [replace(file, shared_out=bool(file.compression)) for file in files]
     return files
-
-
-def _shared(file: InputFile) -> InputFile:
-    return InputFile(file.number, file.path, file.source, file.compression, file.size, shared_out=True)
 
 
 def _expand(name: str) -> list[str]:
@@ -62,7 +59,7 @@ def _expand(name: str) -> list[str]:
 
 
 def _is_input(path: Path) -> bool:
-    """Whether a file that lies in a folder is text to read, by its name; what Holdfast itself wrote there is not."""
+    """Whether a file in a folder is text to read, by its name; what Holdfast itself wrote there is not."""
     name, bare = path.name, _uncompressed_name(path.name)
     if name.startswith(".") or name.endswith(".bad.jsonl") or bare.endswith(DUMP_INDEX_SUFFIX):
         return False
@@ -81,9 +78,11 @@ def _classify(number: int, path: str) -> InputFile:
     if path == "-":
         return InputFile(number, path, "jsonl", "", 0)
     try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise HoldfastError(f"{path} is not a regular file; to read from a pipe, give --input - and redirect it")
         with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)
-        size = os.stat(path).st_size
     except OSError as error:
         raise HoldfastError(f"cannot read {path}: {error.strerror}") from error
     compression = sniff(head[:8])
@@ -99,4 +98,4 @@ def _classify(number: int, path: str) -> InputFile:
         source = "wikipedia"
     else:
         source = "jsonl"
-    return InputFile(number, path, source, compression, size)
+    return InputFile(number, path, source, compression, status.st_size)

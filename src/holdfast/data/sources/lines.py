@@ -19,18 +19,14 @@ TAIL_BYTES = 1 << 16
 
 def line_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
     """The units of a file of lines, of about `unit_bytes` each; compressed ones hold a few times as much text."""
-    if file.path == "-" or (file.compression and not file.shared_out):
+    if file.path == "-" or file.compression:
         starts = [0] if file.path == "-" else decoding_starts(file.path, file.compression)
         if len(starts) > 1:
             yield from _frame_units(file, starts, unit_bytes)
+        elif file.shared_out:
+            yield Unit(file.number, file.path, file.source, "stream", 0, file.size, 0, file.size)
         else:
             yield from prefetched(_fed_units(file, unit_bytes), unit_bytes)
-    elif file.compression:
-        starts = decoding_starts(file.path, file.compression)
-        if len(starts) > 1:
-            yield from _frame_units(file, starts, unit_bytes)
-        else:
-            yield Unit(file.number, file.path, file.source, "stream", 0, file.size, 0, file.size)
     else:
         for start in range(0, file.size, unit_bytes):
             end = min(start + unit_bytes, file.size)
@@ -66,18 +62,14 @@ def unit_lines(unit: Unit) -> Iterator[bytes]:
         return iter([unit.data])
     if unit.how == "range":
         return _range_lines(unit)
-    compression = _compression_of(unit)
+    with open(unit.path, "rb") as file:
+        compression = sniff(file.read(8))
     if unit.how == "stream":
         return _stream_lines(unit, compression)
     own = decode_from(unit.path, compression, unit.start, unit.end)
     return whole_lines(
         own, BLOCK_BYTES, skip=unit.how == "frames", rest=lambda: decode_from(unit.path, compression, unit.end, None)
     )
-
-
-def _compression_of(unit: Unit) -> str:
-    with open(unit.path, "rb") as file:
-        return sniff(file.read(8))
 
 
 def _stream_lines(unit: Unit, compression: str) -> Iterator[bytes]:

@@ -7,30 +7,13 @@ invariant: a unit holds whole documents, and what stands between two blank lines
 from collections.abc import Iterator, Sequence
 
 from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit
-from holdfast.data.sources.compressed import open_stream
-from holdfast.data.sources.prefetch import prefetched
+from holdfast.data.sources.prefetch import fed_units
 
 BLANK_LINES = (b"\n\n", b"\n\r\n")
 
 
 def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
-    return prefetched(_fed_units(file, unit_bytes), unit_bytes)
-
-
-def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
-    with open(file.path, "rb") as stream:
-        held, number, before = b"", 0, 0
-        for piece in open_stream(stream, file.compression, file.path):
-            held += piece
-            if len(held) < unit_bytes:
-                continue
-            cut = max(held.rfind(blank) + len(blank) if blank in held else 0 for blank in BLANK_LINES)
-            if cut:
-                at = stream.tell()
-                yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, at - before, held[:cut])
-                held, number, before = held[cut:], number + 1, at
-        if held:
-            yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, file.size - before, held)
+    return fed_units(file, unit_bytes, BLANK_LINES)
 
 
 def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:

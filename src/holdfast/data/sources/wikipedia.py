@@ -1,12 +1,13 @@
 """Wikipedia's `pages-articles` dump: XML of pages, compressed as bz2 in many streams, read by all workers at once.
 
 A unit owns the pages that begin in it, wherever its cuts fall, and reads on for the end of the last one. Articles are documents;
-redirects, other namespaces and pages that are no wikitext are none. The keys are `text` (without markup), `title` and `id`. A
+redirects, other namespaces and pages other than wikitext are left out. The keys are `text` (without markup), `title` and `id`. A
 page counts as a line. The invariant: what can be decoded is read, and what cannot is reported as bad where its stream begins.
 """
 
 import bz2
 import html
+import itertools
 import mmap
 import os
 import re
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit, Value
-from holdfast.data.sources.compressed import BZ2_STREAM, open_stream, sniff
-from holdfast.data.sources.prefetch import prefetched
+from holdfast.data.sources.compressed import BZ2_STREAM, bz2_streams, open_stream, sniff
+from holdfast.data.sources.prefetch import fed_units
 from holdfast.data.sources.wikitext import DROPPED_NAMESPACES, plain_text
 from holdfast.system.errors import HoldfastError, UsageError
 
@@ -28,7 +29,6 @@ FILE_AND_CATEGORY = (b"6", b"14")
 HEADER_BYTES = 1 << 16
 
 PAGE, PAGE_END = b"<page>", b"</page>"
-_STREAM = re.compile(rb"BZh[1-9]" + BZ2_STREAM)
 _TITLE, _NAMESPACE = re.compile(rb"<title>([^<]*)</title>"), re.compile(rb"<ns>\s*(-?\d+)\s*</ns>")
 _ID, _MODEL = re.compile(rb"<id>\s*(\d+)\s*</id>"), re.compile(rb"<model>([^<]*)</model>")
 _TEXT = re.compile(rb"<text\b[^>]*>([^<]*)</text>")
@@ -47,22 +47,15 @@ class DamagedStream:
 def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
     if file.compression == "bz2" and _is_multistream(file):
         # Markup compresses to a quarter or less.
-        yield from _cut(file, _stream_starts(file.path), unit_bytes // 4, "streams")
+        yield from _cut(file, bz2_streams(file.path), unit_bytes // 4, "streams")
     elif file.compression:
-        yield from prefetched(_fed_units(file, unit_bytes), unit_bytes)
+        yield from fed_units(file, unit_bytes, (PAGE_END,))
     else:
         yield from _cut(file, iter(range(0, file.size, unit_bytes)), unit_bytes, "range")
 
 
 def _is_multistream(file: InputFile) -> bool:
-    starts = _stream_starts(file.path)
-    return next(starts, None) is not None and next(starts, None) is not None
-
-
-def _stream_starts(path: str) -> Iterator[int]:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for match in _STREAM.finditer(content):
-            yield match.start()
+    return len(list(itertools.islice(bz2_streams(file.path), 2))) == 2
 
 
 def _cut(file: InputFile, starts: Iterator[int], least: int, how: str) -> Iterator[Unit]:
@@ -73,20 +66,6 @@ def _cut(file: InputFile, starts: Iterator[int], least: int, how: str) -> Iterat
             begin = start
     if file.size > begin:
         yield Unit(file.number, file.path, file.source, how, begin, file.size, begin, file.size - begin)
-
-
-def _fed_units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
-    """Units that carry whole pages: a single stream has one reader."""
-    with open(file.path, "rb") as stream:
-        held, number, before = b"", 0, 0
-        for piece in open_stream(stream, file.compression, file.path):
-            held += piece
-            if len(held) >= unit_bytes and (end := held.rfind(PAGE_END)) >= 0:
-                at = stream.tell()
-                data, held = held[: end + len(PAGE_END)], held[end + len(PAGE_END) :]
-                yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, at - before, data)
-                number, before = number + 1, at
-        yield Unit(file.number, file.path, file.source, "fed", number, number + 1, 0, file.size - before, held)
 
 
 def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
@@ -183,7 +162,7 @@ def _pages(unit: Unit) -> Iterator[bytes | DamagedStream]:
 
 
 def _read_on(unit: Unit, page: bytes) -> bytes | None:
-    """The rest of a page that begins in this unit; None where it cannot be read, or proves to be none."""
+    """The rest of a page that begins in this unit; None if it cannot be read, or is not a page."""
     for piece in _later_pieces(unit):
         if isinstance(piece, DamagedStream):
             return None  # reported by the unit that owns the stream
@@ -196,20 +175,17 @@ def _read_on(unit: Unit, page: bytes) -> bytes | None:
 
 
 def _own_pieces(unit: Unit) -> Iterator[bytes | DamagedStream]:
-    if unit.how == "fed":
-        yield unit.data
-    elif unit.how == "range":
-        yield from _read_range(unit.path, unit.start, unit.end)
-    else:
-        yield from _decode_streams(unit.path, unit.start, unit.end)
+    return iter([unit.data]) if unit.how == "fed" else _pieces_between(unit, unit.start, unit.end)
 
 
 def _later_pieces(unit: Unit) -> Iterator[bytes | DamagedStream]:
-    size = os.stat(unit.path).st_size
+    return _pieces_between(unit, unit.end, os.stat(unit.path).st_size)
+
+
+def _pieces_between(unit: Unit, start: int, end: int) -> Iterator[bytes | DamagedStream]:
     if unit.how == "range":
-        yield from _read_range(unit.path, unit.end, size)
-    else:
-        yield from _decode_streams(unit.path, unit.end, size)
+        return _read_range(unit.path, start, end)
+    return _decode_streams(unit.path, start, end)
 
 
 def _read_range(path: str, start: int, end: int) -> Iterator[bytes]:
@@ -227,7 +203,7 @@ def _decode_streams(path: str, start: int, end: int) -> Iterator[bytes | Damaged
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         begin = start
         while begin < end:
-            following = _STREAM.search(content, begin + 1, end)
+            following = BZ2_STREAM.search(content, begin + 1, end)
             stop = following.start() if following else end
             yield from _decode_stream(content, begin, stop)
             begin = stop

@@ -91,7 +91,7 @@ def without_elements(text: str) -> str:
 
 
 def without_templates(text: str) -> str:
-    """Takes out what stands in double braces, nested to any depth. Braces that never close are taken for text."""
+    """Takes out the text in double braces, nested to any depth. Braces that never close are taken for text."""
     parts: list[str] = []
     at = depth = begin = 0
     for match in _BRACES.finditer(text):
