@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.grid import column_programs, flat_rows
+from holdfast.kernels.grid import column_programs, flat_rows, power_of_two, raise_to
 
 TILE_ROWS, TILE_COLUMNS, WARPS = 8, 512, 4
 
@@ -32,7 +32,7 @@ def _gelu_forward(x, out, amax, count, NOTES: tl.constexpr, TANH: tl.constexpr, 
     value, _ = _gelu(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), TANH)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     if NOTES:
-        tl.atomic_max(amax, tl.max(tl.abs(value), 0))
+        raise_to(amax, tl.max(tl.abs(value), 0))
 
 
 @triton.jit
@@ -54,30 +54,37 @@ def _gelu_backward(
         if NOTES:
             largest = tl.maximum(largest, tl.abs(d))
     if NOTES:
-        tl.atomic_max(amax, tl.max(largest))
+        raise_to(amax, tl.max(largest))
     column = tl.program_id(0) * C + tl.arange(0, C)
     tl.store(sums + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
 
 
 @triton.jit
-def _swiglu_forward(gate, up, out, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+def _swiglu_forward(x, out, amax, columns, NOTES: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    at = row * 2 * columns + column
+    gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * tl.load(x + at + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
+    if NOTES:
+        raise_to(amax, tl.max(tl.abs(value), 0))
 
 
 @triton.jit
-def _swiglu_backward(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    d = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    s = tl.sigmoid(g)
-    tl.store(dgate + at, (d * u * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty), mask=inside)
-    tl.store(dup + at, (d * g * s).to(dup.dtype.element_ty), mask=inside)
+def _swiglu_backward(dout, x, dx, amax, columns, NOTES: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    at = row * 2 * columns + column
+    d = tl.load(dout + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + at + columns, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    dgate, dup = d * up * s * (1.0 + gate * (1.0 - s)), d * gate * s
+    tl.store(dx + at, dgate.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + at + columns, dup.to(dx.dtype.element_ty), mask=inside)
+    if NOTES:
+        raise_to(amax, tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 0))
 
 
 @triton.jit
@@ -113,18 +120,23 @@ def gelu_backward(dout: Tensor, x: Tensor, tanh: bool, amax: Tensor | None = Non
     return dx.view_as(x), sums.sum(0)
 
 
-def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    out = torch.empty_like(gate)
-    _swiglu_forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK, num_warps=8)
+def swiglu_forward(x: Tensor, amax: Tensor | None = None) -> Tensor:
+    """silu(gate) · up of x = (gate | up); `amax` as above."""
+    x = flat_rows(x)
+    rows, columns = x.shape[0], x.shape[1] // 2
+    out, block = torch.empty(rows, columns, dtype=x.dtype, device=x.device), min(2048, power_of_two(columns))
+    _swiglu_forward[(rows, triton.cdiv(columns, block))](x, out, amax, columns, amax is not None, block, num_warps=4)
     return out
 
 
-def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    grid = (triton.cdiv(gate.numel(), BLOCK),)
-    _swiglu_backward[grid](dout.contiguous(), gate, up, dgate, dup, gate.numel(), BLOCK, num_warps=8)
-    return dgate, dup
+def swiglu_backward(dout: Tensor, x: Tensor, amax: Tensor | None = None) -> Tensor:
+    """The gradient of x = (gate | up); `amax` as above."""
+    dout, x = flat_rows(dout), flat_rows(x)
+    (rows, columns), dx = dout.shape, torch.empty_like(x)
+    block = min(2048, power_of_two(columns))
+    grid = (rows, triton.cdiv(columns, block))
+    _swiglu_backward[grid](dout, x, dx, amax, columns, amax is not None, block, num_warps=4)
+    return dx
 
 
 def column_sums(x: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ WORDS = 6
 
 
 @triton.jit
-def _address(row, word, TYPE: tl.constexpr):
-    return tl.multiple_of(tl.load(row + word), 16).to(tl.pointer_type(TYPE))
+def _addresses(row, word, at, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a block of the tensor that `word` of the table row points to. The hints let 16 bytes be moved at a time."""
+    return tl.max_contiguous(tl.multiple_of(tl.load(row + word).to(tl.pointer_type(TYPE)) + at, 16), BLOCK)
 
 
 @triton.jit
@@ -27,8 +28,8 @@ def _update(
 ):  # fmt: skip
     at = start + tl.arange(0, BLOCK)
     inside = at < size
-    parameter, gradient = _address(row, 0, tl.float32) + at, _address(row, 1, tl.float32) + at
-    first, second = _address(row, 2, tl.float32) + at, _address(row, 3, tl.float32) + at
+    parameter, gradient = _addresses(row, 0, at, tl.float32, BLOCK), _addresses(row, 1, at, tl.float32, BLOCK)
+    first, second = _addresses(row, 2, at, tl.float32, BLOCK), _addresses(row, 3, at, tl.float32, BLOCK)
     if MASKED:
         g = tl.load(gradient, mask=inside, other=0.0)
         p = tl.load(parameter, mask=inside, other=0.0)
@@ -47,13 +48,13 @@ def _update(
         tl.store(first, m, mask=inside)
         tl.store(second, v, mask=inside)
         if copy != 0:
-            tl.store(_address(row, 4, COPY) + at, p.to(COPY), mask=inside)
+            tl.store(_addresses(row, 4, at, COPY, BLOCK), p.to(COPY), mask=inside)
     else:
         tl.store(parameter, p)
         tl.store(first, m)
         tl.store(second, v)
         if copy != 0:
-            tl.store(_address(row, 4, COPY) + at, p.to(COPY))
+            tl.store(_addresses(row, 4, at, COPY, BLOCK), p.to(COPY))
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _adamw_step(
     start = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK
     row = table + tensor * 6
     size = tl.load(row + 5)
-    # torch aligns its tensors to 64 bytes and more; without a mask a full block loads 16 bytes at a time
+    # without a mask a full block loads 16 bytes at a time
     if start + BLOCK <= size:
         _update(
             row, start, size, tl.load(decays + tensor), divisor, corrections, lr, beta1, beta2, eps, COPY, False, BLOCK
@@ -86,7 +87,7 @@ def block_map(sizes: Sequence[int], device: torch.device) -> Tensor:
 def address_table(
     tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]], device: torch.device
 ) -> Tensor:
-    """Addresses and sizes of (parameter, gradient, first moment, second moment, copy)."""
+    """Addresses, which are multiples of 16, and sizes of (parameter, gradient, first moment, second moment, copy)."""
     rows = [[0 if part is None else part.data_ptr() for part in parts] + [parts[0].numel()] for parts in tensors]
     table = torch.tensor(rows, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -8,33 +8,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.grid import column_programs
+from holdfast.kernels.fp8 import LARGEST, Quantized, Site, empty_pair, store_narrow
+from holdfast.kernels.grid import column_programs, raise_to
 
 TILE_ROWS = 64
 
 
 @triton.jit
-def _rotate(qkv, cosine, sine, tokens, batch_stride, columns, SLOTS: tl.constexpr, HALF: tl.constexpr):
-    """One head of one token: (low, high) halves turn by the token's angles. Values (the last slot of a group) stay."""
-    row, slot = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = slot // (SLOTS - 1) * SLOTS + slot % (SLOTS - 1)
-    half = tl.arange(0, HALF)
-    at = qkv + row * columns + slot * 2 * HALF + half
+def _rotate(
+    qkv, cosine, sine, rows, tokens, batch_stride, columns, QUERIES: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr
+):
+    """The queries and the key of one group: (low, high) halves turn by the token's angles. The value, its last slot, stays."""
+    row = (tl.program_id(0) * R + tl.arange(0, R)[:, None]).to(tl.int64)
+    half, inside = tl.arange(0, HALF)[None, :], row < rows
     angle = (row // tokens) * batch_stride + (row % tokens) * 2 * HALF + half
-    c, s = tl.load(cosine + angle).to(tl.float32), tl.load(sine + angle).to(tl.float32)
-    low, high = tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
-    tl.store(at, (low * c - high * s).to(qkv.dtype.element_ty))
-    tl.store(at + HALF, (high * c + low * s).to(qkv.dtype.element_ty))
+    c = tl.load(cosine + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sine + angle, mask=inside, other=0.0).to(tl.float32)
+    first = qkv + row * columns + tl.program_id(1) * (QUERIES + 2) * 2 * HALF + half
+    for slot in range(QUERIES + 1):
+        at = first + slot * 2 * HALF
+        low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, (low * c - high * s).to(qkv.dtype.element_ty), mask=inside)
+        tl.store(at + HALF, (high * c + low * s).to(qkv.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gather_qkv(
-    dq, dk, dv, dqkv, sums, amax, cosine, sine, batch_stride, rows, tokens, columns,
+    dq, dk, dv, dqkv, transposed, factor, sums, amax, cosine, sine, batch_stride, rows, tokens, columns,
     qb, qh, qt, kb, kh, kt, vb, vh, vt,
-    QUERIES: tl.constexpr, HALF: tl.constexpr, ROTARY: tl.constexpr, NOTES: tl.constexpr, R: tl.constexpr,
+    QUERIES: tl.constexpr, HALF: tl.constexpr, ROTARY: tl.constexpr, NOTES: tl.constexpr,
+    LARGEST: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0)
-    group, slot = column // (QUERIES + 2), column % (QUERIES + 2)
+    # 64 bits: the offset of a head in a gradient of long sequences
+    group, slot = (column // (QUERIES + 2)).to(tl.int64), column % (QUERIES + 2)
     half = tl.arange(0, HALF)[None, :]
     low_sum = tl.zeros((R, HALF), tl.float32)
     high_sum = tl.zeros((R, HALF), tl.float32)
@@ -59,15 +67,21 @@ def _gather_qkv(
                 turned = low * c + high * s
                 high = high * c - low * s
                 low = turned
-        at = dqkv + row.to(tl.int64) * columns + column * 2 * HALF + half
-        tl.store(at, low.to(dqkv.dtype.element_ty), mask=inside)
-        tl.store(at + HALF, high.to(dqkv.dtype.element_ty), mask=inside)
+        if LARGEST > 0:
+            by, first = tl.load(factor), column * 2 * HALF
+            left, right = low.to(dq.dtype.element_ty), high.to(dq.dtype.element_ty)
+            store_narrow(left, dqkv, transposed, start, first, rows, columns, columns, by, LARGEST, R, HALF)
+            store_narrow(right, dqkv, transposed, start, first + HALF, rows, columns, columns, by, LARGEST, R, HALF)
+        else:
+            at = dqkv + row.to(tl.int64) * columns + column * 2 * HALF + half
+            tl.store(at, low.to(dqkv.dtype.element_ty), mask=inside)
+            tl.store(at + HALF, high.to(dqkv.dtype.element_ty), mask=inside)
         low_sum += low
         high_sum += high
         if NOTES:
             largest = tl.maximum(largest, tl.maximum(tl.abs(low), tl.abs(high)))
     if NOTES:
-        tl.atomic_max(amax, tl.max(largest))
+        raise_to(amax, tl.max(largest))
     at = sums + tl.program_id(1) * columns + column * 2 * HALF + tl.arange(0, HALF)
     tl.store(at, tl.sum(low_sum, 0))
     tl.store(at + HALF, tl.sum(high_sum, 0))
@@ -78,9 +92,9 @@ def rotate_(qkv_BTC: Tensor, queries: int, head: int, rotary: tuple[Tensor, Tens
     batch, tokens, columns = qkv_BTC.shape
     cosine, sine = (part.contiguous() for part in rotary)
     stride = cosine.stride(0) if cosine.shape[0] > 1 else 0
-    heads = columns // head // (queries + 2) * (queries + 1)
-    _rotate[(batch * tokens, heads)](
-        qkv_BTC, cosine, sine, tokens, stride, columns, queries + 2, head // 2, num_warps=1
+    grid = (triton.cdiv(batch * tokens, TILE_ROWS), columns // head // (queries + 2))
+    _rotate[grid](
+        qkv_BTC, cosine, sine, batch * tokens, tokens, stride, columns, queries, head // 2, TILE_ROWS, num_warps=4
     )
 
 
@@ -88,10 +102,31 @@ def gather_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, rotary: tuple[Tensor, Tensor] | None, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The buffer's gradient (B·T, columns) from those of (B, heads, T, D), and its column sums; `amax` as elsewhere."""
+    dqkv = torch.empty(_gathered(dq, dk), dtype=dq.dtype, device=dq.device)
+    return dqkv, _gather(dq, dk, dv, rotary, dqkv, None, None, amax, 0.0)
+
+
+def gather_gradients_fp8(
+    dq: Tensor, dk: Tensor, dv: Tensor, rotary: tuple[Tensor, Tensor] | None, site: Site
+) -> tuple[Quantized, Tensor]:
+    """The same, written in fp8 with a delayed scale."""
+    values, transposed = empty_pair(*_gathered(dq, dk), site.kind, dq.device)
+    sums = _gather(dq, dk, dv, rotary, values, transposed, site.factor, site.amax, LARGEST[site.kind])
+    return Quantized(values, transposed, site.scale), sums
+
+
+def _gathered(dq: Tensor, dk: Tensor) -> tuple[int, int]:
     batch, heads, tokens, head = dq.shape
-    groups = dk.shape[1]
-    queries, columns, rows = heads // groups, (heads + 2 * groups) * head, batch * tokens
-    dqkv = torch.empty(rows, columns, dtype=dq.dtype, device=dq.device)
+    return batch * tokens, (heads + 2 * dk.shape[1]) * head
+
+
+def _gather(
+    dq: Tensor, dk: Tensor, dv: Tensor, rotary: tuple[Tensor, Tensor] | None,
+    out: Tensor, transposed: Tensor | None, factor: Tensor | None, amax: Tensor | None, largest: float,
+) -> Tensor:  # fmt: skip
+    _, heads, tokens, head = dq.shape
+    groups, (rows, columns) = dk.shape[1], out.shape
+    queries = heads // groups
     cosine, sine = (None, None) if rotary is None else (part.contiguous() for part in rotary)
     stride = cosine.stride(0) if cosine is not None and cosine.shape[0] > 1 else 0
     parts = [part if part.stride(3) == 1 else part.contiguous() for part in (dq, dk, dv)]
@@ -100,7 +135,7 @@ def gather_gradients(
     sums = torch.empty(programs, columns, dtype=torch.float32, device=dq.device)
     strides = [step for part in parts for step in part.stride()[:3]]
     _gather_qkv[(blocks, programs)](
-        *parts, dqkv, sums, amax, cosine, sine, stride, rows, tokens, columns, *strides,
-        queries, head // 2, rotary is not None, amax is not None, TILE_ROWS, num_warps=4,
+        *parts, out, transposed, factor, sums, amax, cosine, sine, stride, rows, tokens, columns, *strides,
+        queries, head // 2, rotary is not None, amax is not None, largest, TILE_ROWS, num_warps=4,
     )  # fmt: skip
-    return dqkv, sums.sum(0)
+    return sums.sum(0)

@@ -1,11 +1,20 @@
-"""How kernels are laid over rows and columns."""
+"""Grids of kernels over rows and columns: programs, warps, tile sizes."""
 
 import functools
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 CPU_PROCESSORS = 2  # Triton's interpreter, in tests
+
+
+@triton.jit
+def raise_to(amax, value):
+    """Raises the number at `amax` to `value`. Most programs only read it: atomic operations on one address are serialised."""
+    if value > tl.load(amax):
+        tl.atomic_max(amax, value)
 
 
 @functools.cache
@@ -13,6 +22,14 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return CPU_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use."""
+    if device.type != "cuda":
+        return 96 << 10
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 << 10))
 
 
 def column_programs(rows: int, column_blocks: int, per_processor: int, device: torch.device) -> int:

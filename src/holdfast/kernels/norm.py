@@ -9,16 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.grid import column_programs, flat_rows, power_of_two, warps_of
+from holdfast.kernels.fp8 import LARGEST, TILE, Site, narrowed
+from holdfast.kernels.grid import column_programs, flat_rows, power_of_two, raise_to, warps_of
 
 PER_PROCESSOR = 8
 
 
 @triton.jit
 def _norm_forward(
-    x, delta, bias, weight, shift, total, out, mean, scale, amax, columns, eps,
-    NOTES: tl.constexpr, ADDS: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, delta, bias, weight, shift, total, out, mean, scale, amax, narrowing, columns, eps,
+    LARGEST: tl.constexpr, NOTES: tl.constexpr, ADDS: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -38,12 +39,35 @@ def _norm_forward(
     result = value * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if SHIFTED:
         result += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
     if NOTES:
-        tl.atomic_max(amax, tl.max(tl.abs(result), 0))
+        raise_to(amax, tl.max(tl.abs(result), 0))
+    if LARGEST > 0:
+        result = narrowed(result.to(x.dtype.element_ty), tl.load(narrowing), LARGEST)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
     if CENTRED:
         tl.store(mean + row, centre)
     tl.store(scale + row, factor)
+
+
+@triton.jit
+def _norm_transposed(
+    x, weight, shift, mean, scale, narrowing, out, rows, columns,
+    LARGEST: tl.constexpr, SHIFTED: tl.constexpr, CENTRED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row0, column0 = tl.program_id(1) * TILE, tl.program_id(0) * TILE
+    row, column = row0 + tl.arange(0, TILE)[:, None], column0 + tl.arange(0, TILE)[None, :]
+    inside = (row < rows) & (column < columns)
+    value = tl.load(x + row.to(tl.int64) * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        value -= tl.load(mean + row, mask=row < rows, other=0.0)
+    value *= tl.load(scale + row, mask=row < rows, other=0.0)
+    value *= tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+    if SHIFTED:
+        value += tl.load(shift + column, mask=column < columns, other=0.0).to(tl.float32)
+    turned = narrowed(tl.trans(value.to(x.dtype.element_ty)), tl.load(narrowing), LARGEST)
+    row, column = row0 + tl.arange(0, TILE)[None, :], column0 + tl.arange(0, TILE)[:, None]
+    at = out + column.to(tl.int64) * rows + row
+    tl.store(at, turned.to(out.dtype.element_ty), mask=(row < rows) & (column < columns))
 
 
 @triton.jit
@@ -88,23 +112,40 @@ def _norm_backward(
 
 def norm_forward(
     x: Tensor, weight: Tensor, shift: Tensor | None, eps: float, centred: bool, delta: Tensor | None,
-    bias: Tensor | None, amax: Tensor | None = None,
+    bias: Tensor | None, site: Site | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(x + delta + bias, its norm, mean and 1/deviation of each row). Without `delta` the first is `x` itself.
 
-    `amax` is raised to the norm's largest absolute value."""
+    `site` learns the norm's largest absolute value; if its scale is delayed, the norm is written in fp8."""
     x = flat_rows(x)
     rows, columns = x.shape
-    out, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+    narrow = site is not None and site.delayed
+    out = torch.empty_like(x, dtype=site.kind if site is not None and narrow else x.dtype)
+    total = x if delta is None else torch.empty_like(x)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(scale) if centred else None
     delta = None if delta is None else flat_rows(delta)
     block = power_of_two(columns)
     _norm_forward[(rows,)](
-        x, delta, bias, weight, shift, total, out, mean, scale, amax, columns, eps,
-        amax is not None, delta is not None, bias is not None, shift is not None, centred, block, num_warps=warps_of(block),
+        x, delta, bias, weight, shift, total, out, mean, scale, site and site.amax, site and site.factor, columns, eps,
+        LARGEST[out.dtype] if narrow else 0.0, site is not None, delta is not None, bias is not None, shift is not None, centred,
+        block, num_warps=warps_of(block),
     )  # fmt: skip
     return total, out, mean, scale
+
+
+def norm_transposed(
+    total: Tensor, weight: Tensor, shift: Tensor | None, mean: Tensor | None, scale: Tensor, site: Site
+) -> Tensor:
+    """The norm in fp8, transposed, from what the forward pass kept: reading the sum again is less than keeping this."""
+    rows, columns = flat_rows(total).shape
+    out = torch.empty(columns, rows, dtype=site.kind, device=total.device)
+    grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))
+    _norm_transposed[grid](
+        flat_rows(total), weight, shift, mean, scale, site.factor, out, rows, columns,
+        LARGEST[site.kind], shift is not None, mean is not None, TILE, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def norm_backward(
