@@ -1,8 +1,11 @@
 """The peak behind MFU belongs to the very model of GPU that runs, or is unknown."""
 
+from dataclasses import replace
+
 import pytest
 
-from holdfast.models.flops import PEAKS, model_name, peak_flops
+from holdfast.config import ModelConfig
+from holdfast.models.flops import PEAKS, flops_per_token, model_name, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,13 @@ def test_a_gpu_that_only_resembles_a_known_one_has_no_known_peak(device: str) ->
 
 def test_every_entry_is_found_by_its_own_name() -> None:
     assert all(model_name(name) == name for name in PEAKS)
+
+
+def test_a_sliding_window_costs_the_tokens_that_are_attended_to():
+    whole = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
+    window = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, window_size=(127, 0))
+    assert flops_per_token(window, 1024, 256) == flops_per_token(whole, 128, 256)
+    assert flops_per_token(window, 100, 256) == flops_per_token(whole, 100, 256)
+    half = replace(window, window_attn_skip_freq=(2,))
+    both = flops_per_token(window, 1024, 256) + flops_per_token(whole, 1024, 256)
+    assert 2 * flops_per_token(half, 1024, 256) == both

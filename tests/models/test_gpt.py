@@ -209,7 +209,7 @@ def test_the_loss_by_compiled_kernels_equals_the_loss_by_single_operations(monke
         leaves = [t.clone().to(dtype).requires_grad_() for t in (x, matrix, bias)]
         # the same functions, run by torch without compiling them: a compiler is not what is tested here
         with torch.compiler.set_stance("force_eager"):
-            total, right = vocabulary_loss(
+            total, right, _ = vocabulary_loss(
                 leaves[0], leaves[1], labels, weights, VOCABULARY, leaves[2], VocabShard(compiled=compiled)
             )
         (total * 0.5).backward()

@@ -8,7 +8,8 @@ sample, so that shapes never change.
 Shapes: B batch, T tokens, P tokens to predict per sample (at most), H hidden, V padded vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from torch.nn import functional as F
 
 from holdfast.config import ModelConfig
 from holdfast.models.dropout import Dropout, DropoutKeys, Keys
+from holdfast.models.fused import ResidualStream, fused_post_norm_layer, normed, score_bias, settled
 from holdfast.models.layers import MLP, Embedding, Linear, SelfAttention, TransformerLayer, build_norm
 from holdfast.models.loss import VocabShard, vocabulary_loss
+from holdfast.models.products import ScaleTable
 
 TOKEN_TYPES = 2
 
@@ -32,8 +35,24 @@ class PostNormLayer(nn.Module):
         self.mlp = MLP(config)
         self.post_mlp_layernorm = build_norm(config)
         self.hidden_dropout = Dropout(config.hidden_dropout)
+        self.fused = False
+        """As for TransformerLayer."""
+        self.fp8: Callable[[], Any] | None = None
 
     def forward(
+        self,
+        x_BTH: Tensor | ResidualStream,
+        rotary: None = None,
+        mask: Tensor | None = None,
+        cache: None = None,
+        keys: Keys | None = None,
+    ) -> Tensor | ResidualStream:
+        if self.fused:
+            return fused_post_norm_layer(self, x_BTH, mask)
+        assert isinstance(x_BTH, Tensor)
+        return self.plain(x_BTH, rotary, mask, cache, keys)
+
+    def plain(
         self,
         x_BTH: Tensor,
         rotary: None = None,
@@ -116,6 +135,8 @@ class BERT(nn.Module):
         self.vocab_shard, self.sequence_shards = VocabShard(), 1
         # Set from outside where tensor-parallel ranks hold copies of the residual stream: they draw its dropout alike.
         self.dropout_keys: DropoutKeys | None = None
+        # Set from outside where layers multiply in fp8.
+        self.fp8_scales: ScaleTable | None = None
         tied = not config.untie_embeddings_and_output_weights
         if is_first:
             original = config.bert_variant == "original"
@@ -151,11 +172,16 @@ class BERT(nn.Module):
             types_BT = torch.zeros_like(x) if types_BT is None else types_BT
             x = self.embedding(x, positions_BT, types_BT, self.dtype, keys and keys[-1][0])
         mask = None if padding_BT is None else padding_BT[:, None, None, :]
+        if mask is not None and any(layer.fused for layer in self.encoder.layers.values()):
+            mask = score_bias(mask, self.dtype)
+        if self.fp8_scales is not None:
+            self.fp8_scales.begin_pass(torch.is_grad_enabled(), self.dtype)
+        stream: Tensor | ResidualStream = x
         for index, layer in enumerate(self.encoder.layers.values()):
-            x = layer(x, None, mask, None, keys and keys[index])
+            stream = layer(stream, None, mask, None, keys and keys[index])
         if self.is_last and hasattr(self.encoder, "final_layernorm"):
-            x = self.encoder.final_layernorm(x)
-        return x
+            return normed(stream, self.encoder.final_layernorm)
+        return settled(stream)
 
     def forward(
         self,
@@ -177,7 +203,7 @@ class BERT(nn.Module):
         shard = self.vocab_shard
         x = shard.gather_tokens(x)
         chosen = x.gather(1, places_BP[..., None].expand(-1, -1, x.shape[-1]))
-        total, right = vocabulary_loss(
+        total, right, _ = vocabulary_loss(
             shard.copy_hidden(self.lm_head(chosen)).flatten(0, 1),
             shard.local_rows(self.output_matrix()),
             labels_BP.flatten(),

@@ -1,8 +1,8 @@
 """How much arithmetic a token costs, and how much the device could do: the two numbers behind TFLOP/s and MFU.
 
 Counted as everybody in the field counts: 6 FLOPs per weight and token for forward and backward (the embedding look-up is
-free, the output matrix costs where a token is predicted), plus attention scores and values over the full sequence (as PaLM
-counts: causality is not deducted).
+free, the output matrix costs where a token is predicted), plus attention scores and values over the full sequence or the
+sliding window (as PaLM counts: causality is not deducted).
 """
 
 import re
@@ -47,7 +47,7 @@ def matrix_weights(config: ModelConfig, padded_vocab_size: int, predicted: float
     """Weights that take part in a matrix product for each token, if the output's do for the share `predicted` of them."""
     shape = Shape.of(config)
     attention = config.hidden_size * shape.head * (2 * config.num_attention_heads + 2 * shape.groups)
-    mlp = config.hidden_size * shape.ffn * (3 if config.swiglu else 2)
+    mlp = config.hidden_size * shape.ffn * (3 if config.gated else 2)
     head = padded_vocab_size * config.hidden_size
     if config.model_type == "bert":
         head += config.hidden_size**2
@@ -56,7 +56,9 @@ def matrix_weights(config: ModelConfig, padded_vocab_size: int, predicted: float
 
 def flops_per_token(config: ModelConfig, seq_length: int, padded_vocab_size: int, predicted: float = 1.0) -> int:
     """Forward and backward FLOPs of one token."""
-    attention = 12 * config.num_layers * config.num_attention_heads * Shape.of(config).head * seq_length
+    windows = [config.layer_window(number) for number in range(config.num_layers)]
+    attended = sum(min(seq_length, window[0] + 1) if window else seq_length for window in windows)
+    attention = 12 * config.num_attention_heads * Shape.of(config).head * attended
     return 6 * matrix_weights(config, padded_vocab_size, predicted) + attention
 
 

@@ -1,4 +1,4 @@
-"""GPT: a decoder that predicts the next token, from GPT-2 to Llama-type options, as one readable module.
+"""GPT: a decoder that predicts the next token; Llama, Qwen, Mistral, Gemma 2 and GPT-NeoX are options of this one module.
 
 A pipeline stage is the same module with fewer parts: layers keep their global numbers (`decoder.layers.7...`), so a parameter
 has one name in every layout. The embedding exists on the first stage, the final norm and the output on the last; tied weights
@@ -7,16 +7,20 @@ exist on both and are kept equal from outside.
 Shapes: B batch, T tokens, H hidden, V padded vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.config import ModelConfig
 from holdfast.models.dropout import DropoutKeys
-from holdfast.models.fused import norm
-from holdfast.models.layers import Embedding, KeyValueCache, Linear, Shape, TransformerLayer, build_norm, rotary_table
+from holdfast.models.fused import ResidualStream, normed, settled
+from holdfast.models.layers import Embedding, KeyValueCache, Linear, Shape, TransformerLayer, build_norm
 from holdfast.models.loss import VocabShard, vocabulary_loss
+from holdfast.models.products import ScaleTable
+from holdfast.models.rotary import rotary_table
+from holdfast.models.segments import Segments
 
 
 class Decoder(nn.Module):
@@ -51,6 +55,10 @@ class GPT(nn.Module):
         self.vocab_shard, self.sequence_shards = VocabShard(), 1
         # Set from outside where tensor-parallel ranks hold copies of the residual stream: they draw its dropout alike.
         self.dropout_keys: DropoutKeys | None = None
+        # Set from outside: the coefficient of z-loss, which the last stage then gives apart from the cross entropy.
+        self.z_loss = 0.0
+        # Set from outside where layers multiply in fp8.
+        self.fp8_scales: ScaleTable | None = None
         tied = not config.untie_embeddings_and_output_weights
         if is_first or (is_last and tied):
             self.embedding = Embedding(config, padded_vocab_size, max_positions)
@@ -73,9 +81,12 @@ class GPT(nn.Module):
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
-        mask: Tensor | None = None,
+        masks: Mapping[tuple[int, ...], Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states after the layers that are here. `x` is tokens on the first stage, hidden states on the others."""
+        """Hidden states after the layers that are here. `x` is tokens on the first stage, hidden states on the others.
+
+        `masks`: window of a layer → what its tokens attend to, instead of the tokens before them in their documents.
+        """
         tokens = x.shape[1] * (1 if self.is_first else self.sequence_shards)
         if positions_BT is None:
             positions_BT = torch.arange(tokens, device=x.device)[None]
@@ -86,17 +97,30 @@ class GPT(nn.Module):
             x = self.embedding(x, positions_BT, None, self.dtype, keys and keys[-1][0])
         rotary = None
         if self.config.position_embedding_type == "rope":
-            cosine, sine = rotary_table(positions_BT, Shape.of(self.config).head, self.config.rotary_base)
+            cosine, sine = rotary_table(self.config, positions_BT, Shape.of(self.config).head)
             rotary = (cosine[:, None].to(self.dtype), sine[:, None].to(self.dtype))
-        if documents_BT is not None:
-            same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
-            mask = same & torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
-        for index, layer in enumerate(self.decoder.layers.values()):
-            x = layer(x, rotary, mask, None if caches is None else caches[index], keys and keys[index])
-        if self.is_last:
-            fused = all(layer.fused for layer in self.decoder.layers.values()) and len(self.decoder.layers) > 0
-            x = norm(x, self.decoder.final_layernorm)[1] if fused else self.decoder.final_layernorm(x)
-        return x
+        attended = masks if masks is not None else self._segments(tokens, x, documents_BT)
+        if self.fp8_scales is not None:
+            self.fp8_scales.begin_pass(torch.is_grad_enabled(), self.dtype)
+        stream: Tensor | ResidualStream = x
+        for index, (number, layer) in enumerate(self.decoder.layers.items()):
+            mask = attended[self.config.layer_window(int(number))]
+            stream = layer(stream, rotary, mask, None if caches is None else caches[index], keys and keys[index])
+        return normed(stream, self.decoder.final_layernorm) if self.is_last else settled(stream)
+
+    def windows(self) -> set[tuple[int, ...]]:
+        """The different windows of the layers that are here."""
+        return {self.config.layer_window(int(number)) for number in self.decoder.layers}
+
+    def _segments(self, tokens: int, x: Tensor, documents_BT: Tensor | None) -> dict[tuple[int, ...], Segments | None]:
+        """Window → the documents that tokens attend in; None where plain causal attention is the same."""
+        found: dict[tuple[int, ...], Segments | None] = dict.fromkeys(self.windows())
+        plain = documents_BT is None and not self.config.attn_logit_softcapping
+        cut = [window for window in found if not plain or (window and tokens > window[0] + 1)]
+        if cut:
+            rows = Segments.rows(len(x), tokens, (), x.device) if documents_BT is None else Segments.of(documents_BT)
+            found |= {window: replace(rows, window=window) for window in cut}
+        return found
 
     def forward(
         self,
@@ -106,22 +130,27 @@ class GPT(nn.Module):
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
-        """The summed loss of the tokens that the mask counts (last stage), or hidden states for the next stage."""
+        """[cross entropy], or [cross entropy, z-loss] with a z-loss, summed over the tokens that the mask counts (last stage), or
+        hidden states for the next stage."""
         x = self.hidden(x, positions_BT, documents_BT)
         if not self.is_last or labels_BT is None:
             return x
         weights = torch.ones_like(labels_BT, dtype=torch.float32) if loss_mask_BT is None else loss_mask_BT
         shard = self.vocab_shard
-        total, _ = vocabulary_loss(
+        total, _, z = vocabulary_loss(
             shard.gather_hidden(x).flatten(0, 1),
             shard.local_rows(self.output_matrix()),
             labels_BT.flatten(),
             weights.flatten(),
             self.vocab_size,
             shard=shard,
+            z_loss=self.z_loss,
+            softcap=self.config.final_logit_softcapping,
         )
-        return total[None]
+        return torch.stack((total - z, z)) if self.z_loss else total[None]  # z has no gradient, total that of both
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary."""
-        return (hidden @ self.output_matrix().to(hidden.dtype).T)[..., : self.vocab_size]
+        logits = (hidden @ self.output_matrix().to(hidden.dtype).T)[..., : self.vocab_size]
+        cap = self.config.final_logit_softcapping
+        return torch.tanh(logits / cap) * cap if cap else logits

@@ -12,11 +12,11 @@ VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight", "o
 
 
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int, vocab_size: int) -> Tensor:
-    """Normal with `init_method_std`, scaled down on the outputs of blocks; norms 1, biases 0, padded tokens 0."""
+    """Normal with `init_method_std`, scaled down on the outputs of blocks; norms multiply by 1, biases 0, padded tokens 0."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if "norm" in name:
-        return torch.ones(shape)
+        return torch.full(shape, 0.0 if config.apply_layernorm_1p else 1.0)
     key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little") % 2**63)
     std = config.init_method_std
