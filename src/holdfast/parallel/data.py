@@ -3,8 +3,9 @@
 Both sum gradients: the losses are already divided by the target count of the whole batch.
 """
 
+from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,43 +29,60 @@ class GradientSum:
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._buckets = _make_buckets(parameters[::-1])
-        self._missing: list[int] = []
-        self._sent: list[tuple[Any, Tensor, list[Tensor]]] = []
+        self._buckets = make_buckets(parameters[::-1])
+        self._sent: deque[Callable[[], None]] = deque()
+        self._next = self._sends_left = 0
+        self._missing = self._arrivals = [0] * len(self._buckets)
         for index, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
 
     def expect(self, passes: int) -> None:
-        self._missing = [passes * len(bucket) for bucket in self._buckets]
+        self._plan_sends(passes, rounds=1)
+
+    def _plan_sends(self, passes: int, rounds: int) -> None:
+        """Sends all buckets `rounds` times, each time after `passes` passes."""
+        self._arrivals = [passes * len(bucket) for bucket in self._buckets]
+        self._missing = list(self._arrivals)
+        self._next, self._sends_left = 0, rounds * len(self._buckets)
 
     def wait(self) -> None:
-        """Sends the remaining buckets (a parameter without gradient counts as zero) and writes every sum back."""
-        while len(self._sent) < len(self._buckets):
+        """Sends the remaining buckets (a parameter without gradient counts as zero) and completes every sum."""
+        while self._sends_left:
             self._send()
-        for work, flat, gradients in self._sent:
-            work.wait()
-            summed = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [s.view_as(g) for s, g in zip(summed, gradients, strict=True)])
-        self._sent = []
+        while self._sent:
+            self._sent.popleft()()
 
     def _on_gradient(self, index: int, _: Tensor) -> None:
         self._missing[index] -= 1
-        while len(self._sent) < len(self._buckets) and self._missing[len(self._sent)] == 0:
+        while self._sends_left and self._missing[self._next] <= 0:
             self._send()
 
     def _send(self) -> None:
-        """Starts the all-reduce of the next bucket."""
-        gradients = []
-        for parameter in self._buckets[len(self._sent)]:
+        """Starts the sum of the next bucket."""
+        index = self._next
+        for parameter in self._buckets[index]:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(local(parameter.grad))
+        self._sent.append(self._start(index))
+        self._missing[index] += self._arrivals[index]
+        self._next, self._sends_left = (index + 1) % len(self._buckets), self._sends_left - 1
+
+    def _start(self, index: int) -> Callable[[], None]:
+        """Starts the all-reduce of a bucket; the returned function writes the sums back."""
+        gradients = [local(parameter.grad) for parameter in self._buckets[index] if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        self._sent.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, gradients))
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            summed = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [s.view_as(g) for s, g in zip(summed, gradients, strict=True)])
+
+        return finish
 
 
-def _make_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def make_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
     free = 0
     for parameter in parameters:

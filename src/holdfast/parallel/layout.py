@@ -6,11 +6,15 @@ replica, shard, tensor); replica × shard is the data-parallel size.
 
 from dataclasses import dataclass
 
-from holdfast.config import Config, ModelConfig, ParallelConfig
+from holdfast.config import Config, ModelConfig, ParallelConfig, TrainConfig, model_problems
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import count_of
 
 AXES = ("pipeline", "replica", "shard", "tensor")
+PIPELINE_KEYS = (
+    "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+)  # fmt: skip
+UPDATE_SHARDING = {"optim": "optimizer", "optim_grads": "optimizer and gradients"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class ParallelLayout:
     shard: int
     tensor: int
     virtual: int = 1
+    sharding: str = "no_shard"
+    """data_parallel_sharding_strategy. Of `optim` and `optim_grads` the replica axis holds all data-parallel ranks."""
 
     @property
     def world(self) -> int:
@@ -30,6 +36,11 @@ class ParallelLayout:
     @property
     def data(self) -> int:
         return self.replica * self.shard
+
+    @property
+    def shards_updates(self) -> bool:
+        """Whether each replica updates a part of the parameters only (ZeRO-1 and ZeRO-2)."""
+        return self.replica > 1 and self.sharding in UPDATE_SHARDING
 
     def sizes(self) -> tuple[int, ...]:
         return (self.pipeline, self.replica, self.shard, self.tensor)
@@ -46,7 +57,8 @@ class ParallelLayout:
             f"tensor {self.tensor}",
             f"pipeline {self.pipeline}" + (f" × {self.virtual} virtual" if self.virtual > 1 else ""),
             f"data {self.data}"
-            + (f" ({count_of(self.replica, 'replica')} × {self.shard} shards)" if self.shard > 1 else ""),
+            + (f" ({count_of(self.replica, 'replica')} × {self.shard} shards)" if self.shard > 1 else "")
+            + (f" ({UPDATE_SHARDING[self.sharding]} sharded)" if self.shards_updates else ""),
         ]
         return ", ".join(parts)
 
@@ -65,14 +77,21 @@ def layout_of(parallel: ParallelConfig, world: int | None = None) -> ParallelLay
             f"{count_of(world, 'rank')} (nnodes {parallel.nnodes} × nproc_per_node {parallel.nproc_per_node}) cannot be "
             f"divided by tensor {tensor} × pipeline {pipeline} = {model}; use a multiple of {count_of(model, 'rank')}"
         )
-    data = world // model
-    if parallel.data_parallel_sharding_strategy == "no_shard":
+    data, sharding = world // model, parallel.data_parallel_sharding_strategy
+    if sharding != "optim_grads_params":
+        if parallel.data_parallel_replicas > 1:
+            does = "shards over" if sharding in UPDATE_SHARDING else "replicates on"
+            raise HoldfastError(
+                f"data_parallel_replicas {parallel.data_parallel_replicas} applies to data_parallel_sharding_strategy "
+                f"optim_grads_params; {sharding} {does} all data-parallel ranks: leave it unset"
+            )
         replica = data
     else:
         replica = parallel.data_parallel_replicas
         if data % replica:
             raise HoldfastError(f"data_parallel_replicas = {replica} does not divide the data-parallel size {data}")
-    return ParallelLayout(pipeline, replica, data // replica, tensor, parallel.num_virtual_stages_per_pipeline_rank)
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    return ParallelLayout(pipeline, replica, data // replica, tensor, virtual, sharding)
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
@@ -105,38 +124,58 @@ def check_layout(config: Config, layout: ParallelLayout) -> None:
     model, train, seq_length = config.model, config.train, config.data.seq_length
     heads, tensor = model.num_attention_heads, ("tensor_model_parallel_size", layout.tensor)
     groups = ("num_query_groups", model.num_query_groups) if model.num_query_groups else ("num_attention_heads", heads)
-    portion = train.micro_batch_size * layout.data
-    batch = train.global_batch_size or portion
     divisible = [(("num_attention_heads", heads), groups), (groups, tensor)]
     if model.kv_channels is None:
         divisible.append((("hidden_size", model.hidden_size), ("num_attention_heads", heads)))
-    if model.ffn_hidden_size:
-        divisible.append((("ffn_hidden_size", model.ffn_hidden_size), tensor))
+    divisible.append((("ffn_hidden_size", model.ffn), tensor))
     if config.parallel.sequence_parallel:
         divisible.append((("seq_length", seq_length), tensor))
     problems = [
         f"{key} {value} is not divisible by {by} {divisor}"
         for (key, value), (by, divisor) in divisible
         if value % divisor
-    ]
-    for size in (batch, *train.rampup_batch_size[:2]):
-        if size % portion:
-            problems.append(
-                f"global_batch_size {size} is not divisible by micro_batch_size {train.micro_batch_size} "
-                f"× data-parallel size {layout.data}"
-            )
+    ] + model_problems(model)
     if seq_length > (model.max_position_embeddings or seq_length):
         problems.append(
             f"seq_length {seq_length} is longer than max_position_embeddings {model.max_position_embeddings}"
         )
-    if layout.virtual > 1 and layout.pipeline == 1:
-        problems.append("num_virtual_stages_per_pipeline_rank needs pipeline_model_parallel_size > 1")
-    if layout.virtual > 1 and batch // portion % layout.pipeline:
-        problems.append("the interleaved schedule needs a number of micro batches that the pipeline size divides")
+    if layout.pipeline == 1:
+        problems += [
+            f"{key} needs pipeline_model_parallel_size > 1"
+            for key in PIPELINE_KEYS
+            if getattr(config.parallel, key) != getattr(ParallelConfig(), key)
+        ]
     if train.fp16 and train.bf16:
         problems.append("fp16 and bf16 exclude each other; set one of them")
-    if len(train.rampup_batch_size) not in (0, 3):
-        problems.append("rampup_batch_size takes three numbers: START INCREMENT SAMPLES")
+    problems += _batch_problems(train, layout)
     if problems:
         raise HoldfastError("; ".join(problems))
     stage_layers(model, config.parallel)
+
+
+def _batch_problems(train: TrainConfig, layout: ParallelLayout) -> list[str]:
+    """Batch sizes that cannot be divided over the data-parallel ranks, or that are too small for the pipeline."""
+    if len(train.rampup_batch_size) not in (0, 3):
+        return ["rampup_batch_size takes three numbers: START INCREMENT SAMPLES"]
+    portion = train.micro_batch_size * layout.data
+    sizes = {"global_batch_size": train.global_batch_size or portion}
+    if train.rampup_batch_size:
+        start, increment, _ = train.rampup_batch_size
+        sizes |= {"rampup_batch_size START": start, "rampup_batch_size INCREMENT": increment}
+    problems = []
+    for key, size in sizes.items():
+        if size % portion:
+            problems.append(
+                f"{key} {size} is not divisible by micro_batch_size {train.micro_batch_size} × data-parallel size {layout.data}"
+            )
+        elif layout.virtual > 1 and size // portion % layout.pipeline:
+            problems.append(
+                f"{key} {size} is {count_of(size // portion, 'micro batch')} per data-parallel rank; the interleaved schedule "
+                f"needs a multiple of pipeline_model_parallel_size {layout.pipeline}"
+            )
+        elif size // portion < layout.pipeline and not key.endswith("INCREMENT"):
+            problems.append(
+                f"{key} {size} is {count_of(size // portion, 'micro batch')} per data-parallel rank, fewer than the "
+                f"{layout.pipeline} stages of the pipeline; set it to at least {portion * layout.pipeline}"
+            )
+    return problems

@@ -4,13 +4,12 @@ With tied weights the first and the last stage both hold the embedding. Its grad
 that both copies get the same update.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.tensor import local
@@ -32,6 +31,9 @@ def build_schedule(
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
     """The 1F1B schedule; interleaved 1F1B when this rank has several stages."""
+    # Here: a run without pipeline parallelism starts without the second that this import takes.
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
     pipeline, rank = grid.layout.pipeline, grid.index("pipeline")
     total_stages = pipeline * len(stages)
     tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64, device="meta")
@@ -58,9 +60,11 @@ def build_schedule(
 
 
 class TiedEmbedding:
-    """The embedding that the first and the last pipeline rank both hold, and the group of these two."""
+    """The embedding that the first and the last pipeline rank both hold (what is `updated` of it), and the group of these two."""
 
-    def __init__(self, stages: list[nn.Module], grid: Grid, tied: bool) -> None:
+    def __init__(
+        self, stages: list[nn.Module], grid: Grid, tied: bool, updated: Mapping[nn.Parameter, nn.Parameter]
+    ) -> None:
         self._group: dist.ProcessGroup | None = None
         self.copy: nn.Parameter | None = None
         if not tied or grid.layout.pipeline == 1:
@@ -74,7 +78,7 @@ class TiedEmbedding:
             if grid.rank in ends:
                 self._group = group
         if self._group is not None:
-            self._matrices = [p for stage in stages for name, p in stage.named_parameters() if name == TIED]
+            self._matrices = [updated[p] for stage in stages for name, p in stage.named_parameters() if name == TIED]
             if grid.index("pipeline") == layout.pipeline - 1:
                 self.copy = self._matrices[0]
 

@@ -74,7 +74,8 @@ def _layer_plan(layer: nn.Module, stream: Placement, sequence_parallel: bool) ->
     for name, _ in layer.named_modules():
         if name.startswith("mlp.linear_fc1"):
             plan[name] = ColwiseParallel(input_layouts=stream)
-        if sequence_parallel and name.endswith("layernorm"):
+        # Norms of queries and keys see this rank's heads (dimension 1), the others its tokens (dimension 1 as well).
+        if name.endswith(("q_layernorm", "k_layernorm")) or (sequence_parallel and name.endswith("layernorm")):
             plan[name] = SequenceParallel(use_local_output=True)
     return plan
 
@@ -119,7 +120,7 @@ def build_vocab_shard(model: nn.Module, mesh: DeviceMesh, stream: Placement) -> 
 
 
 def reduce_partial_gradients(parameters: list[nn.Parameter]) -> None:
-    """Sums gradients of which each rank has a partial sum (norms under sequence parallelism)."""
+    """Sums gradients of which each rank has a partial sum (norms under sequence parallelism, norms of queries and keys)."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
