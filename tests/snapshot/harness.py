@@ -228,9 +228,9 @@ def slow_down(snapshots: Any, seconds: float) -> None:
 
     original = Copier._copy_from_host
 
-    def slow(self: Any, slot: Any, index: int) -> None:
+    def slow(self: Any, slot: Any, index: int) -> Any:
         time.sleep(seconds / len(self._on_host))
-        original(self, slot, index)
+        return original(self, slot, index)
 
     Copier._copy_from_host = slow  # type: ignore[method-assign]
 
@@ -252,7 +252,7 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "kill while writing":
             wait_for(
-                lambda: any(h.state == 1 for h in self._snapshots._allocator.arena.headers()), "a slot to be WRITING"
+                lambda: any(h.state == 1 for h in self._snapshots.allocator.arena.headers()), "a slot to be WRITING"
             )
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "segfault":
@@ -276,10 +276,10 @@ class Injector:
         elif what == "kill keeper":
             kill_keeper(self._snapshots.run_memory)
         elif what == "break the next copy":
-            copier = self._snapshots._allocator._copier
+            copier = self._snapshots.allocator.copier
             original = copier._copy
 
-            def broken(copy: Any, versions: Any) -> None:
+            def broken(copy: Any) -> None:
                 copier._copy = original
                 raise OSError("injected: the copy failed")
 
@@ -395,7 +395,7 @@ def nothing_left(memory: Path) -> bool:
 
 def abandon(snapshots: Any) -> None:
     """Leaves a run's memory as a kill of the process would, without ending it."""
-    snapshots._allocator.close()
+    snapshots.allocator.close()
     snapshots._claim.release()
 
 

@@ -27,6 +27,7 @@ def ending(process):
     return re.search(r"ended at step .*", output).group(0)
 
 
+@pytest.mark.slow
 def test_the_nanogpt_script_killed_ends_as_the_undisturbed_one(tmp_path, memory):
     script = [
         EXAMPLES / "nanogpt_snapshots.py",

@@ -8,7 +8,7 @@ import pytest
 from tests.snapshot.harness import Run
 from tests.snapshot.injection.campaign import campaign
 
-FEW, MANY = 100, 1500
+FEW, MANY = 60, 1500
 SEEDS = [pytest.param(n, id=f"seed{n}-", marks=[pytest.mark.slow] if n >= FEW else []) for n in range(MANY)]
 
 

@@ -8,17 +8,12 @@ pages, collective decisions, stop signals) and `keeper/` (the process that outli
 slots with peer nodes).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from holdfast.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from holdfast.snapshot.snapshots import Snapshots as Snapshots
 
 __all__ = ["Snapshots"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Snapshots":
-        from holdfast.snapshot.snapshots import Snapshots
-
-        return Snapshots
-    raise AttributeError(f"module 'holdfast.snapshot' has no attribute '{name}'")
+__getattr__ = lazy_names(__name__, {"Snapshots": "holdfast.snapshot.snapshots"})

@@ -1,12 +1,14 @@
 """The verbs `snapshots` and `persist`: show the state of a run in memory and on disk, and write it to disk. No torch."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.command_line.flags import positional
-from holdfast.system.errors import HoldfastError
+from holdfast.command_line.results import print_result
+from holdfast.system.errors import HoldfastError, UsageError
 
 ANSWER_SECONDS = 600.0
 
@@ -19,6 +21,7 @@ class SnapshotsOptions:
 
       holdfast snapshots runs/first
       holdfast snapshots runs/first --verify --json
+      holdfast snapshots runs/first --watch
     """
 
     run: str = field(metadata=positional())
@@ -28,22 +31,24 @@ class SnapshotsOptions:
     verify: bool = False
     """Compare every byte in memory and on disk with its checksum now. Unset: show the keeper's last check of the memory, and
     compare only the sizes of the files on disk."""
+    watch: bool = False
+    """Show the facts again every second, until Ctrl-C."""
     json: bool = False
     """Print the facts as JSON."""
 
 
 def snapshots(options: SnapshotsOptions) -> None:
-    import sys
-
     from holdfast.snapshot.report import run_lines
 
-    facts = find_run(options.run, options.snapshot_dir, options.verify)
-    if options.json:
-        import orjson
+    if options.watch:
+        if options.json or options.verify:
+            raise UsageError("--watch goes with neither --json nor --verify")
+        from holdfast.system.live_text import watch_text
 
-        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
-    else:
-        print("\n".join(run_lines(facts)))
+        watch_text(lambda: "\n".join(run_lines(find_run(options.run, options.snapshot_dir, verify=False))))
+        return
+    facts = find_run(options.run, options.snapshot_dir, options.verify)
+    print_result(facts, "\n".join(run_lines(facts)), options.json)
 
 
 def find_run(run: str, memory: str, verify: bool) -> dict[str, Any]:
@@ -55,7 +60,8 @@ def find_run(run: str, memory: str, verify: bool) -> dict[str, Any]:
     limit = float("inf") if verify else 0
     known = run_memories(memory)
     if any(run_memory.name == run or run_memory.folder == folder for run_memory in known):
-        return run_facts(find_run_memory(run, memory), verify, limit)
+        with suppress(FileNotFoundError):  # the run has ended, and its memory was freed meanwhile
+            return run_facts(find_run_memory(run, memory), verify, limit)
     if is_run_folder(folder):
         return disk_only_facts(folder, limit)
     held = [f"{run_memory.name} ({run_memory.folder})" for run_memory in known]
@@ -99,14 +105,7 @@ def persist(options: PersistOptions) -> None:
 
     real_path(options.run)  # a symbolic link that leads to itself is an error
     path = persist_now(find_run_memory(options.run, options.snapshot_dir), options.stop)
-    if options.json:
-        import sys
-
-        import orjson
-
-        sys.stdout.write(orjson.dumps({"path": str(path)}).decode() + "\n")
-    else:
-        print(path)
+    print_result({"path": str(path)}, str(path), options.json, indent=False)
 
 
 def persist_now(run_memory: Any, stop: bool) -> Path:
@@ -115,7 +114,10 @@ def persist_now(run_memory: Any, stop: bool) -> Path:
     from holdfast.snapshot.memory.run_memory import keeper_alive, read_json, write_json
 
     name = f"{time.time_ns():020d}-persist"
-    write_json(run_memory.requests / f"{name}.json", {"kind": "persist", "stop": stop})
+    try:
+        write_json(run_memory.requests / f"{name}.json", {"kind": "persist", "stop": stop})
+    except FileNotFoundError:
+        raise HoldfastError(f"the run {run_memory.name} has just ended, and its memory was freed") from None
     start_keeper(run_memory)
     answer_path = run_memory.requests / f"{name}.answer.json"
     deadline = time.monotonic() + ANSWER_SECONDS

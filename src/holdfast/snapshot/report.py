@@ -9,9 +9,9 @@ from typing import Any
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.manifest import FILE_NAME, read_manifest
 from holdfast.checkpoint.reader import Checkpoint
-from holdfast.snapshot.memory.arena import SLOTS, Arena
+from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.ready_slot import OvertakenError, ReadySlot, common_steps, newest_generation
-from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, open_arenas
+from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, opened_arenas
 from holdfast.snapshot.memory.slot import EMPTY, READY, STATES, DamagedError
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import read_journal
@@ -23,8 +23,7 @@ from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
 def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
     """One rank's memory, slot by slot. `verify` compares every byte now; otherwise the keeper's last check is reported."""
     slots = []
-    for index in range(SLOTS):
-        header = arena.slot(index).header()
+    for index, header in enumerate(arena.headers()):
         if header.state == EMPTY:
             continue
         verified: bool | None = arena.verified(index) == header.sequence or None
@@ -34,7 +33,7 @@ def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
                 ReadySlot(arena, index, header).verify()
                 verified = True
             except OvertakenError:
-                header, verified = arena.slot(index).header(), None
+                header, verified = arena.headers()[index], None
             except DamagedError as error:
                 verified, trouble = False, str(error)
         slots.append(
@@ -61,14 +60,20 @@ def arena_facts(arena: Arena, verify: bool) -> dict[str, Any]:
 
 def run_facts(run_memory: RunMemory, verify: bool = False, verify_disk_bytes: float = 0) -> dict[str, Any]:
     """Everything that this host holds of a run."""
-    own = open_arenas(run_memory.arenas(), run_memory.key)
-    peers = open_arenas(run_memory.peer_arenas(), run_memory.key)
-    facts = disk_only_facts(run_memory.folder, verify_disk_bytes) | {
+    with (
+        opened_arenas(run_memory.arenas(), run_memory.key) as own,
+        opened_arenas(run_memory.peer_arenas(), run_memory.key) as peers,
+    ):
+        held = {
+            "common_steps": common_steps(newest_generation(own)),
+            "arenas": [arena_facts(arena, verify) for arena in own],
+            "peer_copies": [arena_facts(arena, verify) for arena in peers],
+        }
+    return disk_only_facts(run_memory.folder, verify_disk_bytes) | {
         "run": run_memory.name,
         "memory": str(run_memory.path),
         "bytes": run_memory.memory_bytes(),
         "keeper": keeper_alive(run_memory),
-        "common_steps": common_steps(newest_generation(own)),
         "ranks": [
             {
                 "rank": rank,
@@ -79,12 +84,8 @@ def run_facts(run_memory: RunMemory, verify: bool = False, verify_disk_bytes: fl
             }
             for rank, page in run_memory.pages().items()
         ],
-        "arenas": [arena_facts(arena, verify) for arena in own],
-        "peer_copies": [arena_facts(arena, verify) for arena in peers],
+        **held,
     }
-    for arena in own + peers:
-        arena.close()
-    return facts
 
 
 def disk_only_facts(folder: Path, verify_disk_bytes: float = 0) -> dict[str, Any]:
@@ -131,7 +132,8 @@ def disk_facts(folder: Path, verify_bytes: float = 0) -> list[dict[str, Any]]:
             manifest = read_manifest(path)
             size = sum(file.bytes for file in manifest.files)
             entry |= {"bytes": size, "world": manifest.world, "source": manifest.source}
-            wrong = [f.name for f in manifest.files if not _has_size(path / f.name, f.bytes)]
+            sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+            wrong = [file.name for file in manifest.files if sizes.get(file.name) != file.bytes]
             if wrong:
                 raise HoldfastError(f"missing or of a wrong size: {', '.join(wrong)}")
             if size <= verify_bytes:
@@ -273,7 +275,3 @@ def size_text(size: float) -> str:
         if size >= limit:
             return f"{size / limit:.1f} {unit}"
     return f"{size:.0f} B"
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size

@@ -16,7 +16,7 @@ from holdfast.checkpoint.loading import load
 from holdfast.checkpoint.state import State
 from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.memory.arena import Arena
-from holdfast.snapshot.memory.run_memory import open_arenas
+from holdfast.snapshot.memory.run_memory import opened_arenas
 from holdfast.snapshot.memory.small_state import Extra, set_random_state
 from holdfast.snapshot.nan_guard import NEAR, NanGuard
 from holdfast.snapshot.ranks.rank_group import RankGroup
@@ -93,6 +93,25 @@ def restore(context: RestoreContext) -> Resumed:
     return Resumed(0, sequence=held.sequence)
 
 
+def rewind(state: State, extra: Extra, rank_group: RankGroup, event: Callable[..., None]) -> int | None:
+    """Loads the newest step in memory into a state that is in use; returns the step, or None if memory holds none. Collective.
+
+    Memory stays as it is: the steps that follow must have higher numbers than those before. So do the random generators."""
+    rank_group.gather(None)  # the copies of all ranks are whole
+    held = list_candidates(rank_group, 0, event)
+    for candidate in sorted(held.candidates, key=lambda candidate: candidate.step, reverse=True):
+        try:
+            loaded = load_candidate(candidate, state, rank_group)
+        except RejectedState as error:
+            log(f"{error.source} cannot be used; trying the next one: {error.reason}")
+            continue
+        if loaded.arena is not None:
+            loaded.arena.close()
+        extra.set(loaded.extra)
+        return candidate.step
+    return None
+
+
 def _list_checkpoints(context: RestoreContext) -> list[tuple[int, str]]:
     """(step, path). Rank 0 lists them: a shared file system may show a new folder to one node before another."""
     first = context.rank_group.rank == 0
@@ -153,9 +172,9 @@ def _empty_other_slots(context: RestoreContext, keep: int | None) -> None:
     run_memory = context.rank_group.run_memory
     context.rank_group.gather(None)
     if context.rank_group.first_on_node:
-        for arena in open_arenas(run_memory.arenas() + run_memory.peer_arenas(), run_memory.key):
-            arena.empty_except(keep)
-            arena.close()
+        with opened_arenas(run_memory.arenas() + run_memory.peer_arenas(), run_memory.key) as arenas:
+            for arena in arenas:
+                arena.empty_except(keep)
     context.rank_group.gather(None)
 
 

@@ -6,9 +6,8 @@ damage; every byte is verified before it is loaded; a candidate is rejected on a
 
 import os
 import struct
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,17 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.collective import agreed
+from holdfast.checkpoint.json_state import DTYPES
+from holdfast.checkpoint.layout import NUMPY_TYPES
 from holdfast.checkpoint.loading import load_into, refuse_unused
 from holdfast.checkpoint.manifest import merge_settings
 from holdfast.checkpoint.reader import Bytes, Tensors
 from holdfast.checkpoint.state import State
 from holdfast.snapshot.keeper.replication import PULLED, pull
 from holdfast.snapshot.memory.arena import Arena
-from holdfast.snapshot.memory.run_memory import SERVE, RunMemory, open_arenas
-from holdfast.snapshot.memory.slot import READY, DamagedError, Slot
+from holdfast.snapshot.memory.device_read import THREADS, fits, read_verified
+from holdfast.snapshot.memory.run_memory import SERVE, RunMemory, opened_arenas
+from holdfast.snapshot.memory.slot import READY, DamagedError, Slot, SlotHeader
 from holdfast.snapshot.ranks.rank_group import RankGroup
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
@@ -107,9 +109,9 @@ def list_candidates(rank_group: RankGroup, committed: int, event: Callable[..., 
     damaged: list[str] = []
     if rank_group.first_on_node:
         for peer, paths in ((False, run_memory.arenas()), (True, run_memory.peer_arenas())):
-            for arena in open_arenas(paths, run_memory.key, damaged.append):
-                own += [asdict(location) for location in _list_slots(arena, run_memory.node, peer, damaged.append)]
-                arena.close()
+            with opened_arenas(paths, run_memory.key, damaged.append) as arenas:
+                for arena in arenas:
+                    own += [asdict(location) for location in _list_slots(arena, run_memory.node, peer, damaged.append)]
     gathered = rank_group.gather([own, damaged])
     unusable = [message for _, messages in gathered for message in messages]
     for message in unusable if rank_group.rank == 0 else ():
@@ -185,7 +187,6 @@ def _open_all(
     if pulls and rank_group.first_on_node:
         (run_memory.path / SERVE).touch(mode=0o600)
     try:
-        opened.register_ahead(locations.get(rank, ()))
         small = {needed: opened.add(source, locations[needed]) for needed in ranks}
         if rank not in small and any(at.node == run_memory.node for at in locations.get(rank, ())):
             small[rank] = opened.add(None, locations[rank])
@@ -200,29 +201,41 @@ def _open_all(
 
 
 def _verify(candidate: Candidate, opened: "OpenedSlots", rank_group: RankGroup) -> dict[tuple[str, str, int], str]:
-    """The ranks of a node verify its memory together; every rank gets all damaged locations, of all nodes, with the reason."""
+    """The ranks of a node verify its memory together; every rank gets all damaged locations, of all nodes, with the reason.
+
+    A rank reads its own slot to its device if there is room, and verifies it there; the ranks share the others.
+    """
     run_memory = rank_group.run_memory
     share, of = rank_group.node_ranks.index(rank_group.rank), len(rank_group.node_ranks)
+    own = candidate.locations.get(rank_group.rank, [])
+    gathered = rank_group.gather(next((at.key for at in own if opened.can_stage(at)), ()))
+    staged = [tuple(key) for key in gathered]
     damaged = []
     for location in (location for locations in candidate.locations.values() for location in locations):
-        if location.node != run_memory.node:
+        mine = location.key == staged[rank_group.rank]
+        if location.node != run_memory.node or (not mine and location.key in staged):
             continue
         try:
             slot = opened.arena(run_memory.path / location.file).slot(location.slot)
             header = slot.header()
             if header.state != READY or header.step != location.step:
                 raise DamagedError(f"{slot.origin} no longer holds step {location.step}")
-            # numpy releases the interpreter lock while it sums
-            slot.verify(header, share, of, threads=max(1, min(8, (os.cpu_count() or 1) // of)))
+            if mine:
+                opened.stage(location, header)
+            else:
+                # numpy releases the interpreter lock while it sums
+                slot.verify(header, share, of, threads=max(1, min(8, (os.cpu_count() or 1) // of)))
         except (DamagedError, FileNotFoundError) as error:
             damaged.append([*location.key, str(error)])
             log(str(error))
-    gathered = (entry for entries in rank_group.gather(damaged) for entry in entries)
-    return {(node, file, slot): reason for node, file, slot, reason in gathered}
+    every = (entry for entries in rank_group.gather(damaged) for entry in entries)
+    return {(node, file, slot): reason for node, file, slot, reason in every}
 
 
 class _SlotContent:
     """The payload of a verified slot, to assemble tensors from; registered with CUDA if large parts are read."""
+
+    types: Mapping[str, Any] = NUMPY_TYPES
 
     def __init__(self, slot: Slot, device: torch.device | None) -> None:
         self._slot, self._device = slot, device
@@ -233,15 +246,31 @@ class _SlotContent:
         return self._slot.payload[begin:end]
 
 
+class _DeviceContent:
+    """The payload of a slot that was verified on the device."""
+
+    types: Mapping[str, Any] = DTYPES
+
+    def __init__(self, payload: torch.Tensor) -> None:
+        self._payload = payload
+
+    def view(self, begin: int, end: int) -> torch.Tensor:
+        return self._payload[begin:end]
+
+
+def staging_device(state: State) -> torch.device | None:
+    """The device that slots are read to; None if the state is on the CPU."""
+    return next((parameter.device for parameter in state.parameters.values() if parameter.is_cuda), None)
+
+
 class OpenedSlots:
     """The slots that a state is loaded from: mapped, or pulled from another node."""
 
     def __init__(self, run_memory: RunMemory, state: State) -> None:
         self._run_memory = run_memory
-        devices = {parameter.device for parameter in state.parameters.values() if parameter.is_cuda}
-        self._device = next(iter(devices), None)
+        self._device = staging_device(state)
         self._arenas: dict[Path, Arena] = {}
-        self._registering: list[threading.Thread] = []
+        self._staged: dict[tuple[str, str, int], torch.Tensor] = {}
 
     def arena(self, path: Path) -> Arena:
         """Mapped once: the pages that were verified are still mapped when they are copied."""
@@ -249,17 +278,23 @@ class OpenedSlots:
             self._arenas[path] = Arena(path)
         return self._arenas[path]
 
-    def register_ahead(self, locations: Sequence[Location]) -> None:
-        """Registers this rank's own memory with CUDA in the background.
+    def can_stage(self, location: Location) -> bool:
+        """Whether this slot can be read to the device as a whole, beside the tensors that are loaded from it."""
+        if self._device is None or location.node != self._run_memory.node:
+            return False
+        try:
+            return fits(self.arena(self._run_memory.path / location.file).sizes.payload, self._device)
+        except (DamagedError, FileNotFoundError):
+            return False
 
-        Not while it is verified: mapping and registering pages at the same time takes four times as long as one after the other.
-        """
-        for location in locations:
-            if self._device is not None and location.node == self._run_memory.node and not location.peer:
-                slot = self.arena(self._run_memory.path / location.file).slot(location.slot)
-                thread = threading.Thread(target=slot.register, args=(self._device,))
-                thread.start()
-                self._registering.append(thread)
+    def stage(self, location: Location, header: SlotHeader) -> None:
+        """Reads a slot to the device and verifies it there; `add` then takes its tensors from there."""
+        assert self._device is not None
+        arena = self.arena(self._run_memory.path / location.file)
+        try:
+            self._staged[location.key] = read_verified(arena, location.slot, header, self._device)
+        except torch.OutOfMemoryError:  # another process took it meanwhile
+            arena.slot(location.slot).verify(header, threads=THREADS)
 
     def add(self, source: Tensors | None, locations: Sequence[Location]) -> dict[str, Any]:
         """Adds one rank's tensor slices to the source; returns the rank's small state."""
@@ -273,7 +308,8 @@ class OpenedSlots:
         header = slot.header()
         if source is not None:
             layout = slot.layout(header)
-            content = _SlotContent(slot, self._device)
+            staged = self._staged.get(location.key)
+            content = _SlotContent(slot, self._device) if staged is None else _DeviceContent(staged)
             for piece, start in zip(layout.pieces, layout.starts, strict=True):
                 source.tensors[piece.name] = (piece.dtype, piece.global_shape)
                 source.add(piece, start, content)
@@ -281,8 +317,7 @@ class OpenedSlots:
 
     def close_except(self, rank: int | None) -> Arena | None:
         """Closes all arenas but this rank's own, which is returned: mapping takes long, and the run goes on with it."""
-        for thread in self._registering:
-            thread.join()
+        self._staged.clear()
         own = None
         for path, arena in self._arenas.items():
             if own is None and arena.rank == rank and path in self._run_memory.arenas():

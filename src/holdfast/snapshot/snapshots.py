@@ -4,7 +4,7 @@
     step = snapshots.restore()              # 0 on a fresh start
     while step < steps:
         forward_backward(...)
-        snapshots.commit()                  # the last snapshot is whole before anything changes the state
+        snapshots.commit()                  # the last snapshot has read all of the state before anything changes it
         optimizer.step(); step += 1
         snapshots.take(step)                # returns at once; copies while the next step computes
     snapshots.close()                       # the last step is a checkpoint in runs/my-run afterwards
@@ -28,17 +28,19 @@ import torch
 import torch.distributed as dist
 
 from holdfast.checkpoint.state import State
+from holdfast.snapshot.interval import SnapshotInterval
 from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.memory.copier import Copy
 from holdfast.snapshot.memory.run_memory import MEMORY, RunMemory, remove_stale, write_json
 from holdfast.snapshot.memory.slot_allocator import SlotAllocator
 from holdfast.snapshot.memory.small_state import Extra, SmallState, random_state
+from holdfast.snapshot.memory.tensor_watch import call_before_step
 from holdfast.snapshot.nan_guard import NanGuard
 from holdfast.snapshot.ranks.rank_claim import claim_rank, record_fatal_errors
 from holdfast.snapshot.ranks.rank_group import Exchange, RankGroup
 from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, Phase
 from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, StopSignals
-from holdfast.snapshot.restore import RestoreContext, restore
+from holdfast.snapshot.restore import RestoreContext, restore, rewind
 from holdfast.snapshot.saves import Saves
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import BufferedJournal
@@ -62,6 +64,7 @@ class Snapshots:
         folder: Path | str = ".",
         *,
         interval: int = 1,
+        max_slowdown: float = 0.0,
         mode: str = "node",
         memory: Path | str = MEMORY,
         replica_group: dist.ProcessGroup | None = None,
@@ -73,6 +76,7 @@ class Snapshots:
         hang_seconds: float = 600.0,
         kill_hung: bool = False,
         listen_to_signals: bool = True,
+        journal: Callable[[Path], BufferedJournal] = BufferedJournal,
     ) -> None:
         self.state = State(model, optimizer, replica_group=replica_group, padded_rows=padded_rows)
         self.extra = Extra(extra or {})
@@ -85,32 +89,31 @@ class Snapshots:
         self.copy_seconds = 0.0
         """How long the last copy took, in the background."""
         self.skipped = 0
-        self._interval = max(1, interval)
+        self.interval = SnapshotInterval(interval, max_slowdown)
         ranks = {"world": self.rank_group.world, "here": self.rank_group.node_ranks}
         fixed = {"layout": dict(layout or {}), "shared": dict(shared or {}), **ranks}
         self._small_state = SmallState(self.state, self.extra, fixed)
         self._copy: Copy | None = None
         self._committed: int | None = None
         self._exchange = Exchange()
-        self._ready, self._step = -1, 0
+        self._ready, self._step, self._unchecked_takes = -1, 0, 0
         self._stop_agreed = self._save_requested = self._skipping = False
-        self._unchecked_takes = 0
         with self._refusal_recorded():
-            self._attach({"hang_seconds": hang_seconds, "kill_hung": kill_hung, "mode": mode})
-        self._allocator = SlotAllocator(self.state, self.rank_group, mode, self.page)
+            self._attach({"hang_seconds": hang_seconds, "kill_hung": kill_hung, "mode": mode}, journal)
+        self.allocator = SlotAllocator(self.state, self.rank_group, mode, self.page)
         retention, on_failure = (keep_last, keep_every), partial(self._report, "not saved")
-        self._saves = Saves(self.rank_group, self._allocator, retention, on_failure)
+        self._saves = Saves(self.rank_group, self.allocator, retention, on_failure)
         self._stop_signals = StopSignals(self.run_memory.path, listen_to_signals)
         for optimizer in self.state.optimizers:
-            _call_before_step(optimizer, self._check_order)
+            call_before_step(optimizer, self._check_order)
 
-    def _attach(self, settings: dict[str, Any]) -> None:
+    def _attach(self, settings: dict[str, Any], journal: Callable[[Path], BufferedJournal]) -> None:
         """Claims this rank's status page and makes sure that the node has a keeper; refused if a live process owns the page."""
         rank_group, run_memory = self.rank_group, self.run_memory
         self._journal: BufferedJournal | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         if rank_group.rank == 0:
-            self._journal = BufferedJournal(self.folder / "events.jsonl")
+            self._journal = journal(self.folder / "events.jsonl")
         self._claim = claim_rank(rank_group, self.folder)
         self.page, self.reached = self._claim.page, self._claim.reached
         if rank_group.first_on_node:
@@ -139,7 +142,7 @@ class Snapshots:
             raise HoldfastError(reason) from error
 
     def _check_order(self) -> None:
-        if self._copy is not None:
+        if self._copy is not None and not self._copy.released:
             raise HoldfastError(
                 f"optimizer.step() was called while the snapshot of step {self._copy.step} is being copied: call "
                 "snapshots.commit() after backward() and before optimizer.step(), in every step"
@@ -147,7 +150,7 @@ class Snapshots:
 
     def restore(self) -> int:
         """Loads model, optimizer, extra state and random generators from the newest whole state; returns its step, or 0."""
-        self._finish_copy()
+        self.finish_copy()
         self._ready = -1  # steps that are repeated are held as new ones
         self._exchange = Exchange()
         self.page.clear_held()
@@ -168,16 +171,24 @@ class Snapshots:
         self._saves.resume(found.step, on_disk=not found.in_place)
         self._committed = found.step if found.in_place else None
         self.page["committed"] = self._committed or 0
-        self._allocator.resume(found.arena, found.sequence)
+        self.allocator.resume(found.arena, found.sequence)
         self._step = self.page["step"] = found.step
         self.page.beat(Phase.TRAINING)
         return found.step
 
+    def rewind(self) -> int | None:
+        """Loads the newest step in memory, in the middle of a run (None: it holds none). Call it between `commit` and `take`."""
+        self.finish_copy()
+        return rewind(self.state, self.extra, self.rank_group, self.event)
+
     def commit(self) -> None:
-        """Waits until the last snapshot is whole. Call it after backward and before anything changes the state."""
+        """Waits until the last snapshot no longer reads the state. Call it after backward and before the state changes."""
         begin = time.perf_counter()
         self.page.beat(Phase.WAITING_FOR_THE_COPY)
-        self._finish_copy()
+        if self._copy is not None and self.rank_group.one_node:
+            self.allocator.release(self._copy)
+        if self._copy is not None and not self._copy.released:
+            self.finish_copy()
         if not self.rank_group.one_node:
             self._start_exchange()
         self.page.beat(Phase.TRAINING)
@@ -195,10 +206,14 @@ class Snapshots:
         self.stall_seconds = 0.0
         begin = time.perf_counter()
         self._step = self.page["step"] = step
-        self._finish_exchange()
+        if longer := self.interval.agree(step, self.rank_group):
+            self._note(step, f"every {self.interval.steps} steps from here on", longer)
+        begins = self.interval.is_due(step) and step not in (self._ready, self._committed)
+        if begins or self._copy is None or not self._copy.released:  # between two snapshots a released copy may go on
+            self._finish_exchange()
         if self._saves.pending:
             self._saves.request(self._ready)
-        if step % self._interval == 0 and step not in (self._ready, self._committed):
+        if begins:
             self._begin_copy(step)
         self._saves.check_keeper()
         self._unchecked_takes += 1
@@ -210,7 +225,7 @@ class Snapshots:
     def _end_by_signal(self, number: int) -> None:
         """The loop never calls `stop_requested`, so the signal gets its previous effect, once the snapshot is whole; the keeper
         then writes it to disk."""
-        self._finish_copy()
+        self.finish_copy()
         log(
             f"ended by {signal.Signals(number).name} after step {self._step}; the keeper writes this step to {self.folder}"
         )
@@ -223,7 +238,7 @@ class Snapshots:
         While an earlier save is still being written the request waits: the newest step is saved as soon as that one is done.
         """
         self._saves.step = step
-        self._finish_copy()
+        self.finish_copy()
         self._make_due_plan(SAVING)
         self._hold(step)
         self._saves.request(self._ready)
@@ -231,22 +246,22 @@ class Snapshots:
     def _make_due_plan(self, purpose: str) -> None:
         """All ranks are here, some to save, some to make a plan: a plan that any of them needs is made first. Collective."""
         while True:
-            gathered = self.rank_group.gather([purpose, self._allocator.changed()])
+            gathered = self.rank_group.gather([purpose, self.allocator.changed()])
             if not any(other == PLANNING or changed for other, changed in gathered):
                 return
             self.rank_group.clear_plan_request()
             with self._refusal_recorded():
-                self._allocator.make_plan(self._small_state.size)
+                self.allocator.make_plan(self._small_state.size)
             if purpose == PLANNING:
                 return
 
     def _hold(self, step: int) -> None:
         """Copies the state as it is, after `step` steps, unless this rank holds it or has no slot for it."""
-        self._finish_copy()
+        self.finish_copy()
         if self._ready != step:
             self._finish_exchange()
             self._begin_copy(step)
-            self._finish_copy()
+            self.finish_copy()
 
     def stop_requested(self) -> bool:
         """True on all ranks after the same step, when the run was asked to stop. Call it once per step, after `take`."""
@@ -267,7 +282,7 @@ class Snapshots:
         The last step is on disk before the keeper frees the memory. In the `finally` of a loop that an exception ends, the keeper
         writes the newest step that is whole, as after a stop.
         """
-        self._finish_copy()
+        self.finish_copy()
         stopped = self._stop_agreed or sys.exception() is not None
         deadline = time.monotonic() + CLOSE_SECONDS
         unsaved: HoldfastError | None = None
@@ -276,7 +291,7 @@ class Snapshots:
                 self._finish_saves(deadline)
         except HoldfastError as error:  # on all ranks
             unsaved = error
-        self._allocator.close()
+        self.allocator.close()
         self.page.beat(Phase.ENDED)
         self._claim.release(STOPPED if stopped else FINISHED)
         self._stop_signals.close()
@@ -306,7 +321,7 @@ class Snapshots:
             time.sleep(0.05)
             self._saves.check_keeper()
             # A rank that had no slot for the last step would never hold what the others hold.
-            if not self._allocator.pinned():
+            if not self.allocator.pinned():
                 self._hold(self._step)
             self._saves.request(self._ready)
 
@@ -315,12 +330,14 @@ class Snapshots:
         if self._journal is not None:
             self._journal.event(name, **details)
 
-    def _finish_copy(self) -> None:
-        copy, self._copy = self._copy, None
+    def finish_copy(self) -> None:
+        """Waits until the last snapshot is whole."""
+        copy, self._copy, begin = self._copy, None, time.perf_counter()
         if copy is None:
             return
         while not copy.done.wait(SLOW_COPY_SECONDS):
             log(f"still waiting for the snapshot of step {copy.step} to be copied; check the device and the memory")
+        self.interval.record(copy.late_seconds + (time.perf_counter() - begin) * copy.released)
         if copy.trouble:
             self._report("discarded", copy.step, copy.trouble)
         else:
@@ -329,7 +346,7 @@ class Snapshots:
 
     def _finish_exchange(self) -> None:
         """Learns whether all ranks hold what this rank held last; after that the older snapshot may be overwritten."""
-        self._finish_copy()
+        self.finish_copy()
         if self.rank_group.one_node and self._ready in (-1, self._committed):
             return
         self.page.beat(Phase.WAITING_FOR_OTHER_RANKS)
@@ -338,16 +355,16 @@ class Snapshots:
             self._committed = self.page["committed"] = exchange.committed
         self._stop_agreed |= exchange.stop
         self._saves.pending |= exchange.save
-        self._allocator.choose_for_peers(exchange.committed, exchange.shipped)
+        self.allocator.choose_for_peers(exchange.committed, exchange.shipped)
 
     def _begin_copy(self, step: int) -> None:
         self.page.beat(Phase.STARTING_A_COPY)
         if not self._plan_fits(step):
             return
         candidates = self._exchange.candidates
-        small, random = self._small_state.get(self._allocator.plan), random_state()
+        small, random = self._small_state.get(self.allocator.plan, self.allocator.plain_numbers()), random_state()
         try:
-            self._copy = self._allocator.begin(step, small, random, self._committed, candidates)
+            self._copy = self.allocator.begin(step, small, random, self._committed, candidates)
         except OSError as error:
             self._report("skipped", step, f"{self.run_memory.path}: {error.strerror or error}")
             return
@@ -361,8 +378,8 @@ class Snapshots:
     def _plan_fits(self, step: int) -> bool:
         """Makes a plan where it is due, on all ranks after the same step; False if this rank must wait for that."""
         due = self.rank_group.plan_due(step) if self.rank_group.one_node else self._exchange.plan
-        changed = self._allocator.changed()
-        if self._allocator.arena is None or due or (self.rank_group.world == 1 and changed):
+        changed = self.allocator.changed()
+        if self.allocator.arena is None or due or (self.rank_group.world == 1 and changed):
             self._make_due_plan(PLANNING)
         elif changed:
             self.rank_group.request_plan()
@@ -374,13 +391,9 @@ class Snapshots:
         self.skipped += 1
         self.page["skipped"], self.page["skipped_step"] = self.skipped, step
         if not self._skipping:  # the first of several in a row
-            log(f"snapshot of step {step} {outcome}: {reason}")
-            self.event("snapshot", step=step, outcome=outcome, reason=reason)
+            self._note(step, outcome, reason)
         self._skipping = True
 
-
-def _call_before_step(optimizer: Any, check: Callable[[], None]) -> None:
-    """Has an optimizer, or the one inside a wrapper such as Accelerate's, call `check` before each step."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    optimizer.register_step_pre_hook(lambda *_: check())
+    def _note(self, step: int, outcome: str, reason: str) -> None:
+        log(f"snapshot of step {step} {outcome}: {reason}")
+        self.event("snapshot", step=step, outcome=outcome, reason=reason)

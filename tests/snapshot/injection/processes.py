@@ -8,7 +8,9 @@ shortened; the rules are not.
 import faulthandler
 import importlib
 import os
+import select
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -22,7 +24,7 @@ from tests.snapshot.harness import Run, build, state_hash
 from tests.snapshot.injection.layer import Layer, install, note, note_keeper
 
 SAVE_EVERY, KILLED_AFTER = 2, 3
-COPY_LIMIT = 20.0
+COPY_LIMIT, FORK_LIMIT = 20.0, 10.0
 SHORTER = {
     "snapshots": {"CLOSE_SECONDS": 20.0},
     "keeper.client": {
@@ -90,7 +92,10 @@ def _run_rank(start: Start, rank: int) -> None:
         else:
             client = importlib.import_module("holdfast.snapshot.keeper.client")
             client.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
-                run=lambda command, **named: _fork_keeper(start, role, command[-1], named), DEVNULL=None, PIPE=None
+                run=lambda command, **named: _fork_keeper(start, role, command[-1], named),
+                DEVNULL=None,
+                PIPE=None,
+                TimeoutExpired=subprocess.TimeoutExpired,
             )
         _train(start, rank)
     except HoldfastError as error:
@@ -162,7 +167,7 @@ def _wait_for_copy(start: Start, rank: int, snapshots: Any) -> None:
     import torch.distributed as dist
 
     deadline = time.monotonic() + COPY_LIMIT
-    chosen = snapshots._allocator._shipping
+    chosen = snapshots.allocator._shipping
     while True:
         copied, late = chosen is None or snapshots.page["shipped"] > 0, time.monotonic() > deadline
         everywhere = torch.tensor([int(copied), -int(late)])
@@ -175,21 +180,29 @@ def _wait_for_copy(start: Start, rank: int, snapshots: Any) -> None:
 
 
 def _fork_keeper(start: Start, role: str, path: str, named: dict[str, Any]) -> Any:
-    """In place of a new interpreter: a process without parent, of its own session, forked from the rank."""
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.setsid()
-        child = os.fork()
-        if child:
-            os.write(writing, str(child).encode())
-            os._exit(0)
-        _keep(start, role, path, named["env"])
-    os.waitpid(process, 0)
-    started = os.read(reading, 100)
-    os.close(reading)
-    os.close(writing)
-    return SimpleNamespace(stdout=started)
+    """In place of a new interpreter: a process without parent, of its own session, forked from the rank.
+
+    The rank has threads. A lock that one of them holds at the fork stays locked in the forked process, which may then hang: it is
+    killed, and another one forked."""
+    while True:
+        reading, writing = os.pipe()
+        process = os.fork()
+        if process == 0:
+            os.setsid()
+            child = os.fork()
+            if child:
+                os.write(writing, str(child).encode())
+                os._exit(0)
+            _keep(start, role, path, named["env"])
+        os.close(writing)
+        answered, _, _ = select.select([reading], [], [], FORK_LIMIT)
+        if not answered:
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        started = os.read(reading, 100) if answered else b""
+        os.close(reading)
+        if answered:
+            return SimpleNamespace(stdout=started)
 
 
 def _keep(start: Start, role: str, path: str, environment: dict[str, str]) -> None:

@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.folder import checkpoints_in, shared_temporary
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.snapshot.keeper import checkpoint_writer, save_queue
 from holdfast.snapshot.keeper.agreement import StepAgreement
 from holdfast.snapshot.memory.ready_slot import common_steps, find_ready
-from holdfast.snapshot.memory.run_memory import open_arenas, write_json
+from holdfast.snapshot.memory.run_memory import opened_arenas, write_json
+from holdfast.snapshot.ranks.status_page import FINISHED
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import Journal
 from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
@@ -144,11 +145,9 @@ def halves(pair):  # noqa: F811
     wait_for(lambda: all(run_memory.arenas() for run_memory in places(pair)), "the nodes' memory")
     wait_for(lambda: places(pair)[1].pages()[1]["ready"] >= 3, "the run to train")
     stop_everything(pair, launched)
-    arenas = [open_arenas(run_memory.arenas(), run_memory.key) for run_memory in places(pair)]
-    yield arenas, max(set.intersection(*(set(common_steps(half)) for half in arenas)))
-    for half in arenas:
-        for arena in half:
-            arena.close()
+    with contextlib.ExitStack() as stack:
+        arenas = [stack.enter_context(opened_arenas(one.arenas(), one.key)) for one in places(pair)]
+        yield arenas, max(set.intersection(*(set(common_steps(half)) for half in arenas)))
 
 
 @pytest.mark.distributed
@@ -171,8 +170,66 @@ def test_a_node_with_a_slow_disk_is_waited_for_as_long_as_it_writes(pair, oracle
         ]
         assert len({write.result() for write in writes}) == 1
     assert hash_on_disk(pair, step) == oracle(pair)[step]
-    files = {path.name for path in checkpoints.rglob("*") if path.is_file()}
-    assert files == {"latest", "MANIFEST.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"}
+    assert files_in(checkpoints) == ONE_CHECKPOINT
+
+
+ONE_CHECKPOINT = {"latest", "MANIFEST.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"}
+
+
+def files_in(checkpoints):
+    return {path.name for path in checkpoints.rglob("*") if path.is_file()}
+
+
+@pytest.mark.distributed
+def test_what_a_killed_keeper_left_in_the_shared_folder_does_not_get_into_the_checkpoint(pair, halves):  # noqa: F811
+    arenas, step = halves
+    checkpoints = pair.folder / "checkpoints"
+    shared = shared_temporary(checkpoints, step, find_ready(arenas[0][0], step).small["token"])
+    shared.mkdir(parents=True)
+    for name in ("entry", "heartbeat"):
+        (shared / f".rank-00001.{name}.json.4000000-0a1b2c3d.tmp").write_bytes(b"{")
+    with ThreadPoolExecutor(2) as pool:
+        writes = [pool.submit(write_until_done, half, step, checkpoints) for half in arenas]
+        assert len({write.result() for write in writes}) == 1
+    assert files_in(checkpoints) == ONE_CHECKPOINT
+
+
+@pytest.mark.distributed
+def test_a_node_whose_ranks_have_finished_makes_no_proposal(pair, halves):  # noqa: F811
+    """The first node, which removes the folder of the proposals, may have ended: a request that a crash left is dropped."""
+    node = places(pair)[1]
+    queue = save_queue.SaveQueue(node, Journal(pair.folder / "events.jsonl"), print)
+    queue.agreement.nodes = [place.node for place in places(pair)]
+    queue.pages = {1: node.pages()[1]}
+    queue.pages[1]["status"] = FINISHED
+    queue.add("died")
+    queue.work()
+    assert not (pair.folder / "checkpoints").exists()
+    queue.drop_after_end()
+    assert not queue
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("reason", ["save", "died"])
+def test_a_keeper_killed_before_latest_was_written_is_made_up_for(pair, halves, reason):  # noqa: F811
+    arenas, step = halves
+    checkpoints = pair.folder / "checkpoints"
+    with ThreadPoolExecutor(2) as pool:
+        writes = [pool.submit(write_until_done, half, step, checkpoints) for half in arenas]
+        assert len({write.result() for write in writes}) == 1
+    token = find_ready(arenas[0][0], step).small["token"]
+    (checkpoints / "latest").unlink()
+    (checkpoints / ".latest.4000000-0a1b2c3d.tmp").write_bytes(b"step")
+    shared_temporary(checkpoints, step, token).mkdir()  # an older checkpoint of the step, which was exchanged
+    queue = save_queue.SaveQueue(places(pair)[0], Journal(pair.folder / "events.jsonl"), print)
+    queue.agreement.nodes = [place.node for place in places(pair)]
+    request = queue.add(reason)
+    request.damaged = [newer for newer in common_steps(arenas[0]) if newer > step]  # which the other node does not hold
+    if reason == "save":
+        request.step, request.token = step, token
+    queue.work()
+    assert not queue and files_in(checkpoints) == ONE_CHECKPOINT and not list(checkpoints.glob(".step-*"))
+    assert (checkpoints / "latest").read_text() == f"step-{step:08d}\n"
 
 
 def write_until_done(half, step, checkpoints):

@@ -14,9 +14,10 @@ from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot.keeper import replication
 from holdfast.snapshot.keeper.channel import Channel, run_identity
 from holdfast.snapshot.memory.arena import SLOTS
-from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
+from holdfast.snapshot.memory.run_memory import RunMemory, opened_arenas, read_json, write_json
 from holdfast.snapshot.ranks.status_page import RankStatus, status_page_name
 from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import Journal
 from tests.disks import small_disk
 from tests.snapshot.harness import Fault, keeper_process, launch, wait_for
 
@@ -83,10 +84,9 @@ def test_a_lost_node_is_restored_although_copying_takes_many_steps(pair, check, 
     launched = launch(pair)
     wait_for(lambda: all(run_memory.arenas() for run_memory in places(pair)), "memory")
     for run_memory in places(pair):
-        (arena,) = open_arenas(run_memory.arenas(), run_memory.key)
-        slow = {"peer_bytes_per_second": arena.sizes.stride / 0.4}
+        with opened_arenas(run_memory.arenas(), run_memory.key) as (arena,):
+            slow = {"peer_bytes_per_second": arena.sizes.stride / 0.4}
         write_json(run_memory.path / "settings.json", {**read_json(run_memory.path / "settings.json"), **slow})
-        arena.close()
     before = len(shipped(pair))
     wait_for(lambda: len(shipped(pair)) >= before + 5, "copies on the peers")
     stop_everything(pair, launched)
@@ -177,6 +177,7 @@ class Proxy:
             target.close()
 
 
+@pytest.mark.slow
 def test_a_broken_and_damaging_link_delays_copies_and_stops_nothing(pair, check):
     pair.width, pair.steps = 64, 5000
     launched = launch(pair)
@@ -323,13 +324,23 @@ def test_a_rank_that_had_no_slot_for_the_last_step_saves_it_in_the_end(pair):
     path = run_memory.path / status_page_name(1)
     wait_for(lambda: path.exists() and RankStatus(path)["step"] >= 5, "the run to train")
     page = RankStatus(path)
-    (arena,) = open_arenas(run_memory.arenas(), run_memory.key)
-    for index in range(SLOTS):  # as if its disk took its time
-        arena.pin(index, True)
-    wait_for(lambda: page["step"] == 20, "the last step")
-    wait_for(lambda: page["skipped"] >= 5, "snapshots without a slot")
-    for index in range(SLOTS):
-        arena.pin(index, False)
-    arena.close()
+    with opened_arenas(run_memory.arenas(), run_memory.key) as (arena,):
+        for index in range(SLOTS):  # as if its disk took its time
+            arena.pin(index, True)
+        wait_for(lambda: page["step"] == 20, "the last step")
+        wait_for(lambda: page["skipped"] >= 5, "snapshots without a slot")
+        for index in range(SLOTS):
+            arena.pin(index, False)
     assert launched.wait(pair)
     assert [step for step, _ in checkpoints_in(pair.folder)] == [20]
+
+
+def test_a_replicator_whose_run_folder_is_gone_can_be_closed_and_closed_again(run):
+    """Otherwise the keeper would try again for ever, and never free the memory."""
+    run_memory = RunMemory.of(run.name, run.folder, run.memory)
+    run.folder.mkdir()
+    run_memory.make()
+    replicator = replication.Replicator(run_memory, Journal(run.folder / "events.jsonl"))
+    shutil.rmtree(run.folder)
+    replicator.close()
+    replicator.close()

@@ -3,20 +3,24 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 
 import pytest
 
 from holdfast.checkpoint import load, open_checkpoint
 from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.snapshot.keeper import service
 from holdfast.snapshot.keeper.client import start_keeper
-from holdfast.snapshot.keeper.save_queue import node_arenas
+from holdfast.snapshot.keeper.save_queue import SaveQueue, node_arenas
 from holdfast.snapshot.keeper.service import Keeper
 from holdfast.snapshot.keeper.status import keeper_status
 from holdfast.snapshot.memory.ready_slot import common_steps, find_ready
 from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, read_json, write_json
 from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus, status_page_name
+from holdfast.snapshot.ranks.stop_signals import StopSignals
 from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import Journal
 from tests.disks import small_disk
 from tests.snapshot.harness import Fault, build, keeper_process, launch, nothing_left, state_hash, wait_for
 
@@ -299,7 +303,7 @@ def test_a_keeper_whose_trainer_never_came_leaves_and_takes_the_folder_with_it(r
 def test_a_keeper_that_does_not_know_its_ranks_leaves_a_living_one_its_memory(run):
     run_memory = place_of(run)
     run_memory.make()
-    write_json(run_memory.path / "settings.json", {"linger_seconds": 0.2})  # nothing says whose desks are on this node
+    write_json(run_memory.path / "settings.json", {"linger_seconds": 0.2})  # nothing says which ranks are on this node
     page = RankStatus(run_memory.path / status_page_name(0))
     page.claim()
     start_keeper(run_memory)
@@ -333,3 +337,30 @@ def test_a_save_requested_right_before_the_ranks_end_is_done_before_the_memory_i
     keeper._saves.work()
     assert keeper._has_ended(pages) and nothing_left(run.memory)
     assert [event["reason"] for event in run.events("persisted")] == ["save"]
+
+
+def test_the_memory_is_freed_after_the_answer_to_persist_was_read(run, monkeypatch):
+    run_memory = place_of(run)
+    run_memory.make()
+    monkeypatch.setattr(service, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    keeper = Keeper(run_memory, keeper_status(run_memory))
+    answer = run_memory.requests / "1-persist.answer.json"
+    answer.touch()
+    freeing = threading.Thread(target=keeper._free)
+    freeing.start()
+    time.sleep(0.3)
+    assert answer.exists()
+    answer.unlink()
+    freeing.join(60)
+    assert not freeing.is_alive() and not run_memory.path.exists()
+
+
+def test_a_stop_reaches_the_ranks_although_the_memory_is_full(run):
+    with small_disk(run.memory / "small", "64k") as memory:
+        run_memory = RunMemory.of(run.name, run.folder, memory)
+        run_memory.make()
+        fill(memory)
+        SaveQueue(run_memory, Journal(run.folder / "events.jsonl"), print)._stop_run("persist --stop")
+        signals = StopSignals(run_memory.path, listen=False)
+        assert signals.stop_requested() and signals.reason == "asked"

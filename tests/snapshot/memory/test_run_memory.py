@@ -20,9 +20,17 @@ from holdfast.checkpoint.state import describe
 from holdfast.snapshot import Snapshots
 from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.copier import Copier, Copy
-from holdfast.snapshot.memory.run_memory import RunMemory, keeper_alive, lock_keeper, remove_stale
+from holdfast.snapshot.memory.run_memory import (
+    RunMemory,
+    keeper_alive,
+    lock_keeper,
+    remove_stale,
+    run_memories,
+    user_folder,
+)
 from holdfast.snapshot.memory.slot import WRITING, DamagedError, SlotHeader, sizes_for
 from holdfast.snapshot.ranks.status_page import RankStatus, status_page_name
+from holdfast.snapshot.report import arena_facts
 from holdfast.system.errors import HoldfastError
 from tests.disks import small_disk
 from tests.snapshot.harness import Run, abandon, keeper_process, launch, wait_for
@@ -327,3 +335,31 @@ def test_headers_of_slots_that_take_no_memory_are_read_without_taking_any(memory
         arena.headers()
     assert os.stat(arena.path).st_blocks == before
     assert np.count_nonzero([header.state for header in arena.headers()]) == 1
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '"text"', '{"name": 5, "folder": "/tmp"}', '{"name": "damaged"}', "{"])
+def test_a_damaged_record_does_not_hide_the_other_runs(tmp_path, content):
+    for name, record in {"damaged": content, "whole": '{"name": "whole", "folder": "/tmp/whole"}'}.items():
+        entry = user_folder(tmp_path) / name
+        entry.mkdir(parents=True)
+        (entry / "run.json").write_text(record)
+    assert [run_memory.name for run_memory in run_memories(tmp_path)] == ["whole"]
+
+
+def test_memory_that_is_freed_while_it_is_read_has_no_pages(tmp_path, memory, monkeypatch):
+    run_memory = RunMemory.of("freed", tmp_path, memory)
+    run_memory.make()
+    RankStatus(run_memory.path / status_page_name(0))
+    found = list(run_memory.path.iterdir())
+    run_memory.free()
+    monkeypatch.setattr("holdfast.snapshot.memory.run_memory._entries", lambda _: found)
+    assert run_memory.pages() == {} and run_memory.memory_bytes() == 0
+
+
+def test_a_report_allocates_no_memory_of_slots_that_are_not_in_use(tmp_path):
+    """On a full file system the load from a mapped page would end the process."""
+    arena = held_arena(tmp_path)
+    before = arena.path.stat().st_blocks
+    (slot,) = arena_facts(arena, verify=True)["slots"]
+    assert slot["verified"] and arena.path.stat().st_blocks == before and list(arena._slots) == [0]
+    arena.close()

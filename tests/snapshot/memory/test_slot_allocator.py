@@ -158,7 +158,7 @@ def test_a_save_of_the_step_that_was_resumed_from_does_not_block_later_saves(tmp
     second.save(1)
     wait_for(lambda: [step for step, _ in checkpoints_in(tmp_path)] == [1], "step 1 on disk")
     wait_for(lambda: not list(second.run_memory.requests.iterdir()), "the keeper to be done")
-    assert not second._allocator.pinned()
+    assert not second.allocator.pinned()
     second.close()
 
 

@@ -188,7 +188,7 @@ def choose(
         reserve=lambda index: index < SLOTS,
     )
     holder = object.__new__(SlotAllocator)
-    holder._copier, holder._page = None, ModelStatus(Rank())
+    holder.copier, holder._page = None, ModelStatus(Rank())
     return holder._free_slot(arena, committed, candidates), tuple(after)
 
 

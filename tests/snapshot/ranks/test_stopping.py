@@ -56,6 +56,7 @@ def torchrun(run, *arguments):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_persists_the_last_step_with_loader_workers(run):
     process = torchrun(run, "100000", "0")
     wait_for(lambda: len(lines(run, "step")) > 8, "some steps")
@@ -67,6 +68,7 @@ def test_sigterm_to_torchrun_persists_the_last_step_with_loader_workers(run):
     assert checkpoints_in(run.folder)[-1][0] >= reached - 1
 
 
+@pytest.mark.slow
 def test_plain_torchrun_resumes_from_memory_by_itself(run):
     process = torchrun(run, "20", "9")
     _, errors = process.communicate(timeout=300)
@@ -80,7 +82,7 @@ def test_plain_torchrun_resumes_from_memory_by_itself(run):
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert killed == {end["hash"] for end in lines(run, "ended")}, "bit-identical to the run that was not killed"
-    assert nothing_left(run.memory)
+    wait_for(lambda: nothing_left(run.memory), "the memory to be freed")
 
 
 def lines(run, event):

@@ -15,7 +15,6 @@ import socket
 import ssl
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -45,9 +44,7 @@ class Channel:
     def __enter__(self) -> "Channel":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     def send(self, message: Any) -> None:

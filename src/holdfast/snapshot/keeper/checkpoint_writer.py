@@ -42,6 +42,7 @@ from holdfast.snapshot.memory.ready_slot import OvertakenError, ReadySlot, find_
 from holdfast.snapshot.memory.run_memory import read_json, write_json
 from holdfast.snapshot.memory.slot import DamagedError
 from holdfast.system.atomic_files import explain_os_error, fsync
+from holdfast.system.descriptors import write_all
 from holdfast.system.errors import HoldfastError
 
 ENTRY_SUFFIX, HEARTBEAT_SUFFIX = ".entry.json", ".heartbeat.json"
@@ -120,7 +121,7 @@ def _write_solo(held: Mapping[int, ReadySlot], writers: Sequence[int], temporary
     try:
         temporary.mkdir()
         for rank, found in held.items():
-            _write_entry(temporary, found, rank in writers)
+            _write_entry(temporary, _write_part(temporary, found, rank in writers))
         _complete(temporary, final, _read_entries(temporary))
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -137,7 +138,7 @@ def _lead(
         temporary.mkdir(exist_ok=True)
         with _Heartbeat(temporary, 0):
             for rank, found in held.items():
-                _write_entry(temporary, found, rank in writers)
+                _write_entry(temporary, _write_part(temporary, found, rank in writers))
             others = _PeerProgress(temporary, wait_seconds, own_rank=0)
             while len(list(temporary.glob("*" + ENTRY_SUFFIX))) < facts["world"] and not others.has_stalled():
                 time.sleep(0.05)
@@ -159,8 +160,10 @@ def _follow(
     temporary.mkdir(exist_ok=True)
     own = min(held)
     with _Heartbeat(temporary, own):
-        for rank, found in held.items():
-            _write_entry(temporary, found, rank in facts["writers"])
+        entries = [_write_part(temporary, found, rank in facts["writers"]) for rank, found in held.items()]
+    # After the last heartbeat: the folder may get its final name as soon as the last entry is there.
+    for entry in entries:
+        _write_entry(temporary, entry)
     others = _PeerProgress(temporary, 2 * wait_seconds, own_rank=own)
     while not is_published(final, facts["token"]):
         if _was_removed(temporary, own) and not is_published(final, facts["token"]):
@@ -248,16 +251,17 @@ def _complete(temporary: Path, final: Path, entries: list[dict[str, Any]]) -> No
             raise HoldfastError(f"the shard of rank {file.rank} is no longer in {temporary}")
     write_manifest(temporary, manifest)
     fsync(temporary / FILE_NAME)
-    for suffix in (ENTRY_SUFFIX, HEARTBEAT_SUFFIX):
-        for path in temporary.glob("*" + suffix):
+    named = {FILE_NAME, *(file.name for file in manifest.files)}
+    for path in temporary.iterdir():  # entries, heartbeats, and temporary files of keepers that were killed
+        if path.name not in named:
             path.unlink(missing_ok=True)
     publish_step(temporary, final)
 
 
-def _write_entry(folder: Path, held: ReadySlot, writes: bool) -> None:
-    """Writes one rank's shard and its entry, from which the manifest is made."""
+def _write_part(folder: Path, held: ReadySlot, writes: bool) -> dict[str, Any]:
+    """Writes one rank's shard; returns the rank's entry, from which the manifest is made."""
     file = asdict(_write_shard(folder, held)) if writes else None
-    record = {
+    entry = {
         "rank": held.arena.rank,
         "step": held.header.step,
         "plan": held.arena.plan,
@@ -266,7 +270,11 @@ def _write_entry(folder: Path, held: ReadySlot, writes: bool) -> None:
         "small": held.small,
     }
     held.check_unchanged()
-    write_json(_entry_path(folder, held.arena.rank), record)
+    return entry
+
+
+def _write_entry(folder: Path, entry: dict[str, Any]) -> None:
+    write_json(_entry_path(folder, entry["rank"]), entry)
 
 
 def _entry_path(folder: Path, rank: int) -> Path:
@@ -286,9 +294,7 @@ def _write_shard(folder: Path, held: ReadySlot) -> ShardFile:
         for begin, end in chunk_ranges(layout.size):
             part = slot.payload[begin:end].data
             chunks.append(chunk_checksum(part))
-            written = 0
-            while written < len(part):
-                written += file.write(part[written:])
+            write_all(file.fileno(), part)
         os.fsync(file.fileno())
     # After the checksums: so the bytes that they describe are those that were copied.
     held.verify()
@@ -323,7 +329,6 @@ def _per_rank(small: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_free_space(folder: Path, needed: int) -> None:
-    usage = os.statvfs(folder)
-    free = usage.f_bavail * usage.f_frsize
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise HoldfastError(f"no room left on the disk of {folder}: {needed:,} bytes are needed, {free:,} are free")

@@ -78,16 +78,20 @@ def spawn_keeper(run_memory: RunMemory) -> int | None:
     environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MALLOC_ARENA_MAX="2")
     command = [sys.executable, "-P", "-m", "holdfast.snapshot.keeper.service", str(run_memory.path)]
     with open(run_memory.path / "keeper.log", "ab", opener=open_private) as log_file:
-        # A parent that ends at once leaves the keeper to init: the trainer never has a zombie child.
-        started = subprocess.run(
-            [sys.executable, "-SP", "-c", _FORK_SCRIPT, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            env=environment,
-            cwd="/",
-            start_new_session=True,
-        )
+        try:
+            # A parent that ends at once leaves the keeper to init: the trainer never has a zombie child.
+            started = subprocess.run(
+                [sys.executable, "-SP", "-c", _FORK_SCRIPT, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                env=environment,
+                cwd="/",
+                start_new_session=True,
+                timeout=START_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise HoldfastError(f"{sys.executable} did not start the keeper within {START_SECONDS:.0f} s") from None
     if not started.stdout:
         raise HoldfastError(f"{sys.executable} could not start the keeper: {log_end(run_memory)}")
     return int(started.stdout)

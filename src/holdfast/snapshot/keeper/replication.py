@@ -25,7 +25,7 @@ from holdfast.checkpoint.layout import PAGE
 from holdfast.snapshot.keeper.channel import TIMEOUT, Channel, run_identity
 from holdfast.snapshot.memory.arena import PEER, Arena
 from holdfast.snapshot.memory.ready_slot import ReadySlot, common_steps, find_ready, newest_generation
-from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
+from holdfast.snapshot.memory.run_memory import RunMemory, opened_arenas, read_json, write_json
 from holdfast.snapshot.memory.slot import NOTHING, READY, WRITING, DamagedError, Sizes, SlotHeader
 from holdfast.system.atomic_files import remove_temporaries, rename_into_place
 from holdfast.system.errors import HoldfastError
@@ -176,40 +176,40 @@ class Replicator:
             self._copying.start()
 
     def close(self) -> None:
+        """Stops serving and removes this node's record. May be called again after it failed, on a disk that does not answer."""
         self._closed = True
-        self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`; close alone does not
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`; close alone does not
         self._listener.close()
-        node_file(self._run_memory, self._run_memory.node).unlink(missing_ok=True)
-        remove_temporaries(self._identity)  # of a keeper that was killed while it created the key
+        record = node_file(self._run_memory, self._run_memory.node)
+        record.unlink(missing_ok=True)
+        for written in (record, self._identity):  # a keeper that was killed while it wrote one left a temporary file
+            remove_temporaries(written)
 
     def _copy_newest(self, peer: str, settings: dict[str, Any]) -> None:
-        opened: list[Arena] = []
         try:
-            opened = open_arenas(self._run_memory.arenas(), self._run_memory.key)
-            held = _pinned_for_peer(newest_generation(opened))
-            headers = [found.header for found in held]
-            if not held or headers == self._copied:
-                time.sleep(0.05)
-                return
-            begin, step = time.perf_counter(), headers[0].step
-            rate = settings.get("peer_bytes_per_second", BYTES_PER_SECOND)
-            for found in held:
-                with connect(self._run_memory, peer) as channel:
-                    self._send_slot(channel, found, rate)
-            if all(found.unchanged() for found in held):
-                self._copied = headers
-                for rank, page in self._run_memory.pages().items():
-                    if rank in settings["here"]:
-                        page["shipped"] = step
-                self._journal.event(
-                    "snapshot", step=step, outcome="peer", node=peer, seconds=time.perf_counter() - begin
-                )
+            with opened_arenas(self._run_memory.arenas(), self._run_memory.key) as arenas:
+                self._copy_pinned(_pinned_for_peer(newest_generation(arenas)), peer, settings)
         except (OSError, HoldfastError, struct.error) as error:
             print(f"the newest step could not be copied to {peer}: {error}; trying again", flush=True)
             time.sleep(0.5)
-        finally:
-            for arena in opened:
-                arena.close()
+
+    def _copy_pinned(self, held: list[ReadySlot], peer: str, settings: dict[str, Any]) -> None:
+        headers = [found.header for found in held]
+        if not held or headers == self._copied:
+            time.sleep(0.05)
+            return
+        begin, step = time.perf_counter(), headers[0].step
+        rate = settings.get("peer_bytes_per_second", BYTES_PER_SECOND)
+        for found in held:
+            with connect(self._run_memory, peer) as channel:
+                self._send_slot(channel, found, rate)
+        if all(found.unchanged() for found in held):
+            self._copied = headers
+            for rank, page in self._run_memory.pages().items():
+                if rank in settings["here"]:
+                    page["shipped"] = step
+            self._journal.event("snapshot", step=step, outcome="peer", node=peer, seconds=time.perf_counter() - begin)
 
     def _send_slot(self, channel: Channel, held: ReadySlot, bytes_per_second: float) -> None:
         node = self._run_memory.node

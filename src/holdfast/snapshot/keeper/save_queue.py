@@ -7,11 +7,12 @@ newer step is on disk.
 
 import contextlib
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from holdfast.checkpoint.folder import LATEST, checkpoints_in, point_latest
+from holdfast.checkpoint.folder import LATEST, checkpoints_in, latest_name, point_latest, shared_temporary
 from holdfast.snapshot.keeper.agreement import StepAgreement
 from holdfast.snapshot.keeper.checkpoint_writer import (
     all_passed,
@@ -24,10 +25,10 @@ from holdfast.snapshot.keeper.failed_saves import clear_failed_save, record_fail
 from holdfast.snapshot.keeper.requests import FROM_PEER, LAST, SaveRequest
 from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.ready_slot import OvertakenError, common_steps, find_ready, newest_generation
-from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas, read_json, write_json
+from holdfast.snapshot.memory.run_memory import RunMemory, opened_arenas, read_json, write_json
 from holdfast.snapshot.memory.slot import DamagedError
 from holdfast.snapshot.memory.slot_pins import pinned, release_save
-from holdfast.snapshot.ranks.status_page import RankStatus
+from holdfast.snapshot.ranks.status_page import FINISHED, RankStatus
 from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, TRIGGERS
 from holdfast.system.atomic_files import remove_temporaries
 from holdfast.system.errors import HoldfastError
@@ -45,16 +46,12 @@ PEER_WRITE_SECONDS = 15.0
 @contextlib.contextmanager
 def node_arenas(run_memory: RunMemory) -> Iterator[list[Arena]]:
     """Opens the arenas of this node that have the newest plan; removes those of older plans once these hold a whole step."""
-    opened = open_arenas(run_memory.arenas(), run_memory.key)
-    try:
+    with opened_arenas(run_memory.arenas(), run_memory.key) as opened:
         newest = newest_generation(opened)
         for arena in opened:
             if newest and arena.generation < newest[0].generation and common_steps(newest):
                 arena.path.unlink(missing_ok=True)
         yield newest
-    finally:
-        for arena in opened:
-            arena.close()
 
 
 class SaveQueue:
@@ -107,7 +104,10 @@ class SaveQueue:
                         other.save = other.save or request
 
     def _stop_run(self, reason: str) -> None:
-        (self._run_memory.path / STOP).write_text(reason)
+        stop = self._run_memory.path / STOP
+        stop.touch()
+        with contextlib.suppress(OSError):  # full memory: the ranks stop without the reason
+            stop.write_text(reason)
 
     def work(self) -> None:
         """Attempts every request that is due, once."""
@@ -158,12 +158,12 @@ class SaveQueue:
         if self._left_to_ranks(request):
             return
         steps = [step for step in common_steps(arenas) if step not in request.damaged]
-        saved = self._find_checkpoint(
-            request, arenas, request.step if request.step is not None else max(steps, default=-1)
-        )
-        if saved is not None:
-            if request.step is not None:
-                self._complete_publication(request, saved, request.step, arenas)
+        newest = request.step if request.step is not None else max(steps, default=-1)
+        token = request.token or start_token(arenas, newest)
+        saved = dict(checkpoints_in(self._run_memory.folder)).get(newest)
+        # It may be of an earlier start of the run, or an earlier keeper may have written it.
+        if saved is not None and token is not None and is_published(saved, token):
+            self._complete_publication(request, saved, newest, token, arenas)
             self._finish(request, saved, None)
             return
         step, wait = self._choose_step(request, arenas, steps)
@@ -198,18 +198,16 @@ class SaveQueue:
             return None, True
         return (steps[0] if step is None and request.reason != FROM_PEER else step), False
 
-    def _find_checkpoint(self, request: SaveRequest, arenas: list[Arena], step: int) -> Path | None:
-        """The checkpoint of this step, if it comes from the same start of the run: an earlier keeper may have written it."""
-        path = dict(checkpoints_in(self._run_memory.folder)).get(step)
-        token = request.token or start_token(arenas, step)
-        return path if path is not None and token is not None and is_published(path, token) else None
-
-    def _complete_publication(self, request: SaveRequest, saved: Path, step: int, arenas: list[Arena]) -> None:
-        """What may be missing after a checkpoint has its name: `latest`, and retention."""
+    def _complete_publication(
+        self, request: SaveRequest, saved: Path, step: int, token: str, arenas: list[Arena]
+    ) -> None:
+        """What may be missing after a checkpoint has its name: `latest`, retention, and the end of its temporary folder."""
         owner = any(arena.rank == 0 for arena in arenas)
         if owner:  # the keeper of another node that writes `latest` now tries again
             remove_temporaries(saved.with_name(LATEST))
-        point_latest(saved)
+            shutil.rmtree(shared_temporary(saved.parent, step, token), ignore_errors=True)
+        if latest_name(saved.parent) != saved.name and step >= max(self._written, default=step):
+            point_latest(saved)
         if owner:
             retain_after(step, saved.parent, request.retention, (request.resumed, self._written))
 
@@ -218,8 +216,6 @@ class SaveQueue:
         they are to stop, and a save where they continue."""
         if not self.agreement.multi_node:
             return False
-        if request.stop:
-            return self._step_may_come(request)
         if request.save is not None:
             if request.save in self._requests and not request.save.tries:
                 return True
@@ -227,6 +223,11 @@ class SaveQueue:
             error = None if path else request.save.error or f"step {request.save.step} was not saved"
             self._finish(request, path, error)
             return True
+        # `drop_after_end` follows; the other nodes, which may have ended, would leave a proposal behind.
+        if request.step is None and request.reason != LAST and self._is_finishing():
+            return True
+        if request.stop:
+            return self._step_may_come(request)
         training = all(page.owner_alive() for page in self.pages.values())
         if request.reason in ("persist", "died") and training and self._step_may_come(request):
             if not request.save_requested:
@@ -234,6 +235,12 @@ class SaveQueue:
                 (self._run_memory.path / SAVE).touch()
             return True
         return False
+
+    def _is_finishing(self) -> bool:
+        """Whether the ranks of this node reach the end of the run, some of them before the others."""
+        pages = self.pages.values()
+        finished = [page["status"] == FINISHED for page in pages]
+        return any(finished) and all(done or page.owner_alive() for done, page in zip(finished, pages, strict=True))
 
     def _is_solo(self, request: SaveRequest) -> bool:
         """Whether the other nodes had time enough to make a proposal; from then on each node writes by itself."""

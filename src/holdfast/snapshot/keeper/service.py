@@ -44,6 +44,7 @@ LINGER_SECONDS = 600.0
 VERIFY_SECONDS = 5.0
 LISTEN_SECONDS = 10.0
 ENDING_SECONDS = 20.0
+ANSWER_SECONDS = 5.0
 
 
 class Keeper:
@@ -171,7 +172,10 @@ class Keeper:
         return False
 
     def _free(self) -> bool:
-        """Removes the memory, unless a new start of the run has claimed it."""
+        """Removes the memory, unless a new start of the run has claimed it, once the answers to `persist` are read."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while any(self._run_memory.requests.glob("*.answer.json")) and time.monotonic() < deadline:
+            time.sleep(ROUND_SECONDS)
         with self._run_memory.locked():
             if any(page.owner_alive() for page in self._run_memory.pages().values()):
                 return False

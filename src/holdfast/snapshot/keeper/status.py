@@ -53,6 +53,14 @@ def keeper_hung(run_memory: RunMemory) -> bool:
     return keeper_alive(run_memory)
 
 
+def discard(run_memory: RunMemory) -> None:
+    """Kills the keeper of a run and frees its memory, saved or not."""
+    if run_memory.path.exists():
+        kill_keeper(run_memory)
+        with run_memory.locked():
+            run_memory.free()
+
+
 def kill_keeper(run_memory: RunMemory) -> None:
     """Kills a hung keeper, and waits until its lock is free."""
     status = keeper_status(run_memory)

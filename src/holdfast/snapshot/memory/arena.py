@@ -136,6 +136,16 @@ class Arena:
             self._slots[index] = Slot(self._descriptor, offset, self.sizes, origin, self.populate and index < RESERVED)
         return self._slots[index]
 
+    def read_payload(self, index: int, begin: int, buffer: memoryview) -> None:
+        """Reads a part of a slot's payload into the buffer, without mapping it."""
+        offset = file_bytes(self.sizes, index) + PAGE + self.sizes.meta + self.sizes.digest + begin
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            if not count:
+                raise DamagedError(f"{self.path} is truncated")
+            done += count
+
     def headers(self) -> list[SlotHeader]:
         """The headers of all slots; one that takes no memory is EMPTY."""
         return [unpack_header(self._raw_header(index)) for index in range(SLOTS)]

@@ -49,14 +49,17 @@ def sum_tail(content: NDArray[np.uint8]) -> np.int64:
     return np.int64(padded.view(np.int64).sum())
 
 
-def sum_whole_rows_on_device(content: "torch.Tensor", sums: "torch.Tensor") -> None:
-    """The sums of a piece's whole rows, from a flat uint8 tensor on a device; its last, partial row is left to the host."""
+def sum_rows_on_device(content: "torch.Tensor", sums: "torch.Tensor") -> None:
+    """The same from a flat uint8 tensor on a device, by torch's kernels."""
     import torch
 
     whole = content.numel() // ROW
-    if not whole:
-        return
-    body = content[: whole * ROW]
-    if body.data_ptr() % 8 or body.storage_offset() % 8:
-        body = body.clone()
-    torch.sum(body.view(torch.int64).view(whole, WORDS), dim=1, out=sums[:whole])
+    body, tail = content[: whole * ROW], content[whole * ROW :]
+    if whole:
+        if body.data_ptr() % 8 or body.storage_offset() % 8:
+            body = body.clone()
+        torch.sum(body.view(torch.int64).view(whole, WORDS), dim=1, out=sums[:whole])
+    if len(tail):
+        padded = torch.zeros(-(-len(tail) // 8) * 8, dtype=torch.uint8, device=tail.device)
+        padded[: len(tail)] = tail
+        sums[whole] = padded.view(torch.int64).sum()

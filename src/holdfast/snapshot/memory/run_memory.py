@@ -26,7 +26,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,29 +122,39 @@ class RunMemory:
 
     def pages(self) -> dict[int, RankStatus]:
         """The status page of each rank of this node."""
-        found = sorted(entry for entry in _entries(self.path) if entry.match("rank-*.status"))
-        return {int(entry.name[5:10]): RankStatus(entry) for entry in found}
+        found: dict[int, RankStatus] = {}
+        for entry in sorted(entry for entry in _entries(self.path) if entry.match("rank-*.status")):
+            with suppress(FileNotFoundError):  # freed meanwhile
+                found[int(entry.name[5:10])] = RankStatus(entry)
+        return found
 
     def memory_bytes(self) -> int:
-        return sum(entry.stat().st_blocks * 512 for entry in _entries(self.path) if entry.is_file())
+        used = 0
+        for entry in filter(Path.is_file, _entries(self.path)):
+            with suppress(FileNotFoundError):  # a temporary file, or freed meanwhile
+                used += entry.stat().st_blocks * 512
+        return used
 
 
-def open_arenas(paths: list[Path], run: str, on_damage: Callable[[str], None] = lambda message: None) -> list[Arena]:
-    """The arenas that can be read and belong to the run; `on_damage` is called with a message for each damaged one."""
-    found = []
-    for path in paths:
-        try:
-            arena = Arena(path)
-        except FileNotFoundError:
-            continue
-        except (DamagedError, OSError) as error:
-            on_damage(str(error))
-            continue
-        if arena.run == run:
-            found.append(arena)
-        else:
-            arena.close()
-    return found
+@contextmanager
+def opened_arenas(
+    paths: list[Path], run: str, on_damage: Callable[[str], None] = lambda message: None
+) -> Iterator[list[Arena]]:
+    """The arenas that can be read and belong to the run; `on_damage` is called with a message for each damaged one.
+    They are closed at the end of the block."""
+    with ExitStack() as stack:
+        found = []
+        for path in paths:
+            try:
+                arena = stack.enter_context(closing(Arena(path)))
+            except FileNotFoundError:
+                continue
+            except (DamagedError, OSError) as error:
+                on_damage(str(error))
+                continue
+            if arena.run == run:
+                found.append(arena)
+        yield found
 
 
 def run_memories(memory: Path | str = MEMORY) -> list[RunMemory]:
@@ -152,8 +162,9 @@ def run_memories(memory: Path | str = MEMORY) -> list[RunMemory]:
     found = []
     for entry in sorted(_entries(user_folder(memory))):
         record = read_json(entry / "run.json")
-        if record:
-            found.append(RunMemory(entry, record["name"], Path(record["folder"])))
+        name, folder = (record.get("name"), record.get("folder")) if isinstance(record, dict) else (None, None)
+        if isinstance(name, str) and isinstance(folder, str):  # a damaged record must not hide the other runs
+            found.append(RunMemory(entry, name, Path(folder)))
     return found
 
 

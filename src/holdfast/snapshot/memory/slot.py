@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class SlotHeader:
     time: float
 
     def pack(self) -> bytes:
-        return with_checksum(_SLOT.pack(MAGIC, 1, *astuple(self)))
+        return with_checksum(_SLOT.pack(MAGIC, 1, *vars(self).values()))
 
 
 NOTHING = SlotHeader(EMPTY, 0, 0, 0, 0, 0, 0, 0.0)
@@ -153,14 +153,20 @@ class Slot:
             raise DamagedError(f"{self.origin}: the table of tensors of step {header.step} does not match its checksum")
         return read_layout(self.payload.data, self.origin)
 
-    def verify(self, header: SlotHeader, share: int = 0, of: int = 1, threads: int = 1) -> None:
-        """Recomputes this share of the row sums from the bytes held; raises DamagedError for the first tensor that differs."""
+    def verified_tables(self, header: SlotHeader) -> tuple[ShardLayout, list[int], NDArray[np.int64]]:
+        """Compares everything but the tensors with its checksum; returns the layout, the index of each tensor's first row sum,
+        and the row sums."""
         self.small_state(header)
         layout = self.layout(header)
         starts, total = digest_starts(layout)
         sums = self.digest[:total]
         if xxhash.xxh3_64_intdigest(sums.data) != header.digest_hash:
             raise DamagedError(f"{self.origin}: the row sums of step {header.step} do not match their checksum")
+        return layout, starts, sums
+
+    def verify(self, header: SlotHeader, share: int = 0, of: int = 1, threads: int = 1) -> None:
+        """Recomputes this share of the row sums from the bytes held; raises DamagedError for the first tensor that differs."""
+        layout, starts, sums = self.verified_tables(header)
         spans = [
             (piece, layout.starts[index], sums[starts[index] :], begin)
             for index, piece in enumerate(layout.pieces)
@@ -184,16 +190,15 @@ class Slot:
             )
 
 
-def ready_header(slot: Slot, sequence: int, step: int, meta_bytes: int, layout: ShardLayout) -> SlotHeader:
-    """The header of a slot whose content has been written."""
-    _, total = digest_starts(layout)
+def ready_header(slot: Slot, sequence: int, step: int, meta_bytes: int, layout: ShardLayout, rows: int) -> SlotHeader:
+    """The header of a slot whose content, with this many row sums, has been written."""
     return SlotHeader(
         READY,
         sequence,
         step,
         meta_bytes,
         xxhash.xxh3_64_intdigest(slot.meta[:meta_bytes].data),
-        xxhash.xxh3_64_intdigest(slot.digest[:total].data),
+        xxhash.xxh3_64_intdigest(slot.digest[:rows].data),
         xxhash.xxh3_64_intdigest(layout.header),
         time.time(),
     )

@@ -5,8 +5,8 @@ chosen; the rank's status page lists the steps that are READY; live tensors are 
 tensor that was replaced is noticed); a changed layout gets a new arena beside the old one.
 """
 
-import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from holdfast.checkpoint.state import Item, State
 from holdfast.snapshot.memory.arena import DISK, PEER, RESERVED, SLOTS, Arena, arena_name, file_bytes, slots_at_most
 from holdfast.snapshot.memory.copier import Copier, Copy
 from holdfast.snapshot.memory.ready_slot import find_ready
-from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas
+from holdfast.snapshot.memory.run_memory import RunMemory, opened_arenas
 from holdfast.snapshot.memory.slot import EMPTY, NOTHING, READY, WRITING, DamagedError, Sizes, SlotHeader, sizes_for
 from holdfast.snapshot.memory.tensor_watch import TensorWatch
 from holdfast.snapshot.ranks.rank_group import RankGroup
@@ -41,7 +41,7 @@ class SlotAllocator:
         self._adopted: Arena | None = None
         self._layout = lay_out([])
         self._last: Copy | None = None
-        self._copier: Copier | None = None
+        self.copier: Copier | None = None
         self._watch: TensorWatch | None = None
         self._held: list[Any] = []
         self._stale = False
@@ -68,6 +68,10 @@ class SlotAllocator:
         except HoldfastError:
             return True  # make_plan raises it, on all ranks
 
+    def plain_numbers(self) -> dict[str, dict[str, Any]] | None:
+        """The optimizer state that is a plain number, as `changed` found it; None if it is not known."""
+        return None if self._stale or self._watch is None else self._watch.plain_numbers()
+
     def make_plan(self, small_size: Callable[[Mapping[str, Any]], int]) -> None:
         """Agrees with all ranks on who holds what, and makes the memory for it. Collective."""
         with agreed(self._rank_group.group):
@@ -79,9 +83,9 @@ class SlotAllocator:
     def _renew_copier(self, items: Sequence[Item]) -> None:
         self._watch = TensorWatch(self._state)
         self._stale = False
-        if self._copier is not None:
-            self._copier.close()
-        self._copier = Copier(items, self._layout, self._on_ready)
+        if self.copier is not None:
+            self.copier.close()
+        self.copier = Copier(items, self._layout, self._on_ready)
 
     def _on_ready(self, slot: int, step: int) -> None:
         self._page.set_held(slot, step)
@@ -102,9 +106,9 @@ class SlotAllocator:
         candidates: Collection[int],
     ) -> Copy | None:
         """Starts a copy of the tensors as `changed` found them; None if there is no slot for it. The plan fits."""
-        if self._stale or (self._outgrown() and self._grow()):
+        if self._stale or self._grow():
             self._renew_copier(self._state.items())
-        assert self.arena is not None and self._copier is not None
+        assert self.arena is not None and self.copier is not None
         self._sequence += 1
         index = self._free_slot(self.arena, committed, candidates)
         if index is None:
@@ -113,17 +117,18 @@ class SlotAllocator:
         self._page.set_held(index, NOT_HELD)
         slot.store(SlotHeader(WRITING, self._sequence, step, 0, 0, 0, 0, time.time()))
         self._last = Copy(slot, self._sequence, step, small, random, index)
-        self._copier.start(self._last)
+        self.copier.start(self._last)
         return self._last
 
-    def _outgrown(self) -> bool:
-        """Whether the last small state found no room. It happens at a different step on each rank, so each acts alone."""
-        return self._last is not None and self.arena is not None and self._last.small_bytes > self.arena.sizes.meta
+    def release(self, copy: Copy) -> None:
+        """See `Copier.release`."""
+        assert self.copier is not None
+        self.copier.release(copy)
 
     def _grow(self) -> bool:
-        """Replaces the arena by one with more room; False while a slot is being written to disk, or if memory is short."""
-        assert self.arena is not None and self._last is not None
-        if self.pinned():
+        """Replaces the arena by one with more room if the last small state did not fit; False if it did, while a slot is being
+        written to disk, or if memory is short. It happens at a different step on each rank, so each acts alone."""
+        if self._last is None or self.arena is None or self._last.small_bytes <= self.arena.sizes.meta or self.pinned():
             return False
         try:
             self.arena = self.arena.grown(self._last.small_bytes)
@@ -158,9 +163,9 @@ class SlotAllocator:
         return self.arena is not None and any(self.arena.pinned(index, DISK) for index in range(SLOTS))
 
     def close(self) -> None:
-        if self._copier is not None:
-            self._copier.close()
-            self._copier = self._watch = None
+        if self.copier is not None:
+            self.copier.close()
+            self.copier = self._watch = None
         self._adopt(None)
         if self.arena is not None:
             self.arena.close()
@@ -174,8 +179,8 @@ class SlotAllocator:
             if headers[index].state != EMPTY and not kept:
                 self._page.set_held(index, NOT_HELD)
                 arena.slot(index).store(NOTHING)
-                if self._copier is not None:
-                    self._copier.drop_slot(arena.slot(index))
+                if self.copier is not None:
+                    self.copier.drop_slot(arena.slot(index))
                 arena.slot(index).unregister()
                 arena.release(index)
         usable = slots_to_use(headers, pinned, committed, candidates)
@@ -216,9 +221,8 @@ class SlotAllocator:
         highest = 0
         if self._rank_group.first_on_node:
             paths = self._run_memory.arenas() + self._run_memory.peer_arenas()
-            for other in open_arenas(paths, self._run_memory.key):
-                highest = max(highest, other.generation)
-                other.close()
+            with opened_arenas(paths, self._run_memory.key) as others:
+                highest = max((other.generation for other in others), default=0)
         own = arena.generation if arena is not None else None
         gathered = self._rank_group.gather([own, highest, secrets.token_hex(8)])
         known = {generation for generation, _, _ in gathered if generation is not None}
@@ -275,8 +279,7 @@ def _usable(pinned: Sequence[bool]) -> int:
 def _check_memory(run_memory: RunMemory, arenas: Collection[Sizes], slots: int) -> None:
     """Refuses memory that is too small before anything is reserved, with the size that `slots` per rank need."""
     needed = sum(file_bytes(sizes, RESERVED) for sizes in arenas)
-    usage = os.statvfs(run_memory.path)
-    free = usage.f_bavail * usage.f_frsize
+    free = shutil.disk_usage(run_memory.path).free
     if needed > free:
         most = sum(file_bytes(sizes, slots) for sizes in arenas) + run_memory.memory_bytes()
         mebibytes = -(-most // (1 << 20))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from holdfast.snapshot.memory.arena import DISK, KEEPER, SLOTS
 from holdfast.snapshot.memory.ready_slot import ReadySlot
-from holdfast.snapshot.memory.run_memory import RunMemory, open_arenas
+from holdfast.snapshot.memory.run_memory import RunMemory, opened_arenas
 
 
 @contextmanager
@@ -25,15 +25,15 @@ def pinned(slots: Sequence[ReadySlot]) -> Iterator[None]:
 
 
 def release_killed_keepers(run_memory: RunMemory) -> None:
-    for arena in open_arenas(run_memory.arenas(), run_memory.key):
-        for index in range(SLOTS):
-            arena.pin(index, False, KEEPER)
-        arena.close()
+    with opened_arenas(run_memory.arenas(), run_memory.key) as arenas:
+        for arena in arenas:
+            for index in range(SLOTS):
+                arena.pin(index, False, KEEPER)
 
 
 def release_save(run_memory: RunMemory, step: int) -> None:
-    for arena in open_arenas(run_memory.arenas(), run_memory.key):
-        for index, header in enumerate(arena.headers()):
-            if header.step == step:
-                arena.pin(index, False, DISK)
-        arena.close()
+    with opened_arenas(run_memory.arenas(), run_memory.key) as arenas:
+        for arena in arenas:
+            for index, header in enumerate(arena.headers()):
+                if header.step == step:
+                    arena.pin(index, False, DISK)

@@ -67,8 +67,9 @@ class SmallState:
     def __init__(self, state: State, extra: Extra, fixed: Mapping[str, Any]) -> None:
         self._state, self._extra, self._fixed = state, extra, fixed
 
-    def get(self, plan: Mapping[str, Any]) -> dict[str, Any]:
-        changing = {"extra": self._extra.get(), "optimizer": self._state.optimizer_settings()}
+    def get(self, plan: Mapping[str, Any], numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """`numbers`: the optimizer's plain numbers, if they are known."""
+        changing = {"extra": self._extra.get(), "optimizer": self._state.optimizer_settings(numbers)}
         return {**changing, "padded_rows": self._state.padded_rows, **self._fixed, **plan}
 
     def size(self, plan: Mapping[str, Any]) -> int:

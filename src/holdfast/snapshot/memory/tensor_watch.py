@@ -1,6 +1,7 @@
-"""Notices live tensors that were replaced since they were last listed, at a small cost for every step."""
+"""Notices live tensors that were replaced since they were last listed, and optimizer steps, at a small cost for every step."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,14 +10,18 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.state import State
 
+_VALUES = operator.methodcaller("values")
+
 
 class TensorWatch:
     """Records the tensors of a state as they are now: parameters by their memory, buffers and optimizer state by identity."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._parameters = list(state.parameters.values())
-        self._addresses = _addresses(self._parameters)
+        parameters = list(state.parameters.values())
+        self._sharded = [p for p in parameters if isinstance(p, DTensor)]
+        self._plain = [p for p in parameters if not isinstance(p, DTensor)]
+        self._addresses = self._parameter_addresses()
         self._buffers = [
             (module._buffers, name)
             for model in state.models
@@ -25,21 +30,34 @@ class TensorWatch:
             if name not in module._non_persistent_buffers_set
         ]
         self._values = self._assignable()  # kept alive: the id of an object that is gone may be given to another
-        self._ids, self._tensor_ids = list(map(id, self._values)), _tensor_ids(self._values)
+        self._tensor_ids = _tensor_ids(self._values)
+        self._identical = False
+        self._numbers: dict[str, dict[str, Any]] | None = None
 
     def replaced(self) -> bool:
         """Whether a parameter's memory, a buffer or an optimizer's tensor is another one now."""
-        if _addresses(self._parameters) != self._addresses:
+        if self._parameter_addresses() != self._addresses:
             return True
         values = self._assignable()
-        if list(map(id, values)) == self._ids:
-            return False
-        return _tensor_ids(values) != self._tensor_ids  # a plain number is a new object at every step
+        self._identical = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+        # a plain number is a new object at every step
+        return not self._identical and _tensor_ids(values) != self._tensor_ids
+
+    def plain_numbers(self) -> dict[str, dict[str, Any]]:
+        """The optimizer state that is a plain number, as `replaced` found it."""
+        if not self._identical:
+            return self._state.plain_numbers()
+        if self._numbers is None:
+            self._numbers = self._state.plain_numbers()
+        return self._numbers
+
+    def _parameter_addresses(self) -> list[int]:
+        return [*map(torch.Tensor.data_ptr, self._plain), *(p._local_tensor.data_ptr() for p in self._sharded)]
 
     def _assignable(self) -> list[Any]:
         """What may be replaced by assignment, as it is now: optimizer state and persistent buffers."""
         states = chain.from_iterable(optimizer.state.values() for optimizer in self._state.optimizers)
-        values = list(chain.from_iterable(state.values() for state in states))
+        values = list(chain.from_iterable(map(_VALUES, states)))
         return values + [buffers.get(name) for buffers, name in self._buffers]
 
 
@@ -47,5 +65,8 @@ def _tensor_ids(values: Sequence[Any]) -> list[int]:
     return [id(value) for value in values if isinstance(value, torch.Tensor)]
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [t._local_tensor.data_ptr() if isinstance(t, DTensor) else t.data_ptr() for t in tensors]
+def call_before_step(optimizer: Any, check: Callable[[], None]) -> None:
+    """Has an optimizer, or the one inside a wrapper such as Accelerate's, call `check` before each step."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    optimizer.register_step_pre_hook(lambda *_: check())

@@ -16,6 +16,7 @@ from holdfast.snapshot.memory.run_memory import RunMemory
 from holdfast.snapshot.ranks.status_page import RankStatus, status_page_name
 
 EXCHANGE_SECONDS = 10.0
+INTERVALS = 1 << 16
 
 
 class Exchange(NamedTuple):
@@ -130,6 +131,17 @@ class RankGroup:
         if requested:
             self._pages[self.rank]["stop_requested"] = 1
         return self._due("stop_requested", "stop_at", step, delay=1 if self.world > 1 else 0)
+
+    def agreed_interval(self, step: int, wanted: int) -> int:
+        """One node: the longest interval between snapshots that any rank wants, from the step on that the first rank names; 0
+        before it names one. Its word holds the step and the interval together, so that they are read as one."""
+        self._pages[self.rank]["interval_wanted"] = wanted
+        first = self._pages[self.node_ranks[0]]
+        longest = max(page["interval_wanted"] for page in self._pages.values())
+        if self.first_on_node and longest > first["interval"] % INTERVALS:
+            first["interval"] = (step + 1) * INTERVALS + longest
+        begin, interval = divmod(first["interval"], INTERVALS)
+        return interval if begin <= step else 0
 
     def _due(self, request: str, at: str, step: int, delay: int) -> bool:
         """Whether what any rank requested is due. The first rank names a step that no rank can have passed: the next one."""

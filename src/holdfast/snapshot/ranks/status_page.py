@@ -2,8 +2,8 @@
 
 `committed` survives a restart: a run that ever had a step common to all ranks must not start at step 0 by itself.
 
-The invariant: every field has one writer (the rank; `stop_at` and `plan_at` the first rank of the node; `shipped` the keeper,
-after the rank has cleared it), is one aligned 64-bit word that is loaded and stored whole, and is valid at any instant.
+The invariant: every field has one writer (the rank; `stop_at`, `plan_at` and `interval` the first rank of the node; `shipped`
+the keeper, after the rank has cleared it), is one aligned 64-bit word that is loaded and stored whole, and is always valid.
 (`struct` writes a word byte by byte: another process then reads values that were never stored.) A process is identified by its
 number and its start time, so that a reused number is not mistaken for it.
 """
@@ -25,7 +25,8 @@ _NAMES = (
     "process started status step ready heartbeat phase stop_requested stop_at restarts skipped shipped skipped_step "
     "plan_requested plan_at committed"
 ).split()
-_FIELDS = {name: index for index, name in enumerate([*_NAMES, *(f"held_{slot}" for slot in range(SLOT_WORDS))])}
+_HELD = [f"held_{slot}" for slot in range(SLOT_WORDS)]
+_FIELDS = {name: index for index, name in enumerate([*_NAMES, *_HELD, "interval_wanted", "interval"])}
 _ERROR_TEXT, _ERROR_BYTES = 1024, 2048
 
 
@@ -77,7 +78,17 @@ class RankStatus:
     def claim(self) -> None:
         """Makes this process the owner of the page."""
         self["status"] = 0
-        for name in ("stop_requested", "stop_at", "step", "skipped", "shipped", "plan_requested", "plan_at"):
+        for name in (
+            "stop_requested",
+            "stop_at",
+            "step",
+            "skipped",
+            "shipped",
+            "plan_requested",
+            "plan_at",
+            "interval_wanted",
+            "interval",
+        ):
             self[name] = 0
         self.clear_held()
         self["restarts"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
