@@ -20,8 +20,9 @@ checksum in its manifest, and every byte that `load` puts into a tensor was veri
 load at first use, so that reading a checkpoint needs no torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from holdfast.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.folder import newest as newest
@@ -34,22 +35,17 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.state import State as State
     from holdfast.checkpoint.writing import save as save
 
-_MODULES = {
-    "State": "state",
-    "save": "writing",
-    "load": "loading",
-    "load_newest": "loading",
-    "newest": "folder",
-    "Manifest": "manifest",
-    "read_manifest": "manifest",
-    "Checkpoint": "reader",
-    "open_checkpoint": "reader",
+_HOMES = {
+    "State": "holdfast.checkpoint.state",
+    "save": "holdfast.checkpoint.writing",
+    "load": "holdfast.checkpoint.loading",
+    "load_newest": "holdfast.checkpoint.loading",
+    "newest": "holdfast.checkpoint.folder",
+    "Manifest": "holdfast.checkpoint.manifest",
+    "read_manifest": "holdfast.checkpoint.manifest",
+    "Checkpoint": "holdfast.checkpoint.reader",
+    "open_checkpoint": "holdfast.checkpoint.reader",
 }
 
-__all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'holdfast.checkpoint' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"holdfast.checkpoint.{_MODULES[name]}"), name)
+__all__ = sorted(_HOMES)
+__getattr__ = lazy_names(__name__, _HOMES)

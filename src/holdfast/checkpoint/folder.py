@@ -108,6 +108,14 @@ def point_latest(final: Path) -> None:
     publish_text(final.parent / LATEST, final.name + "\n")
 
 
+def latest_name(folder: Path) -> str | None:
+    """The name of the step folder that `latest` names; None if there is none."""
+    try:
+        return (folder / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
 def _exchange(one: Path, other: Path) -> bool:
     """Swaps two names in one step, so that neither is ever absent; False if the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)

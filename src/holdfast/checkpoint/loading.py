@@ -117,8 +117,8 @@ def _copy(source: Tensors, item: Item, true_rows: int | None) -> None:
         item.local[slices].copy_(_tensor(part, dtype), non_blocking=True)
 
 
-def _tensor(part: NDArray[Any], dtype: str) -> torch.Tensor:
-    tensor = torch.from_numpy(part)
+def _tensor(part: NDArray[Any] | torch.Tensor, dtype: str) -> torch.Tensor:
+    tensor = part if isinstance(part, torch.Tensor) else torch.from_numpy(part)
     return tensor if tensor.dtype == DTYPES[dtype] else tensor.view(DTYPES[dtype])
 
 

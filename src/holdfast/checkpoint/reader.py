@@ -34,6 +34,8 @@ Bytes = NDArray[np.uint8]
 class VerifiedFile:
     """A shard, mapped at first use; `view` returns bytes of it that match their checksum."""
 
+    types: Mapping[str, Any] = NUMPY_TYPES
+
     def __init__(self, folder: Path, entry: ShardFile) -> None:
         self.path, self._entry = folder / entry.name, entry
         self._verified = bytearray(len(entry.chunks))
@@ -84,9 +86,12 @@ class VerifiedFile:
 
 
 class Content(Protocol):
-    """Bytes by position, verified before they are returned."""
+    """Bytes by position, verified before they are returned: in a numpy array or, of `types` alike, a tensor on a device."""
 
-    def view(self, begin: int, end: int) -> Bytes: ...
+    types: Mapping[str, Any]
+    """the dtypes of such an array, by their safetensors names"""
+
+    def view(self, begin: int, end: int) -> Any: ...
 
 
 class Tensors:
@@ -125,7 +130,7 @@ class Tensors:
             rows = (begin[0] - piece.offset[0], begin[0] - piece.offset[0] + extent[0]) if extent else (0, 1)
             row_bytes = math.prod(piece.shape[1:]) * ITEM_SIZES[piece.dtype]
             raw = content.view(start + rows[0] * row_bytes, start + rows[1] * row_bytes)
-            part: NDArray[Any] = raw.view(NUMPY_TYPES[piece.dtype]).reshape(extent[:1] + piece.shape[1:])
+            part: NDArray[Any] = raw.view(content.types[piece.dtype]).reshape(extent[:1] + piece.shape[1:])
             inner = tuple(
                 slice(b - o, b - o + e) for b, o, e in zip(begin[1:], piece.offset[1:], extent[1:], strict=True)
             )
@@ -173,6 +178,14 @@ class Checkpoint(Tensors):
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    @property
+    def world(self) -> int:
+        return self.manifest.world
+
+    @property
+    def padded_rows(self) -> dict[str, int]:
+        return dict(self.manifest.padded_rows)
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class Item:
     name: str
     local: torch.Tensor
     box: TensorSlice
+    live: torch.Tensor
+    """what the model or the optimizer has itself (of a DTensor this rank's part); `local` shares its version counter"""
     divisible: bool = True
 
     @property
@@ -91,24 +94,22 @@ class State:
                         yield self.name_of(parameter), optimizer.state[parameter]
 
     def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of an optimised parameter. A shard of a replicated one names that one by its attribute `shard_of`."""
         try:
-            return self._names[id(parameter)]
+            return self._names[id(getattr(parameter, "shard_of", parameter))]
         except KeyError:
             raise HoldfastError(
                 f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that none of the models has; "
                 "give the models whose parameters it optimises"
             ) from None
 
-    def optimizer_settings(self) -> list[dict[str, Any]]:
-        """Param-group settings (learning rates) with the names of their parameters, and optimizer state that is a plain number.
-        JSON. `exact`: tuples and lists are distinguished, which files of earlier versions do not do."""
+    def optimizer_settings(self, numbers: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Param-group settings (learning rates) with the names of their parameters, and optimizer state that is a plain number:
+        `numbers`, if the caller knows it. JSON. `exact`: tuples and lists are distinguished, which files of earlier versions do
+        not do."""
         entries = []
+        numbers = self.plain_numbers() if numbers is None else numbers
         for optimizer in self.optimizers:
-            numbers: dict[str, dict[str, Any]] = {}
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, NUMBER):
-                        numbers.setdefault(self.name_of(parameter), {})[key] = encode(value, key)
             for group in optimizer.param_groups:
                 names = [self.name_of(parameter) for parameter in group["params"]]
                 entries.append(
@@ -120,6 +121,15 @@ class State:
                     }
                 )
         return entries
+
+    def plain_numbers(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state that is a plain number, by the name of its parameter."""
+        numbers: dict[str, dict[str, Any]] = {}
+        for parameter, state in chain.from_iterable(optimizer.state.items() for optimizer in self.optimizers):
+            for key, value in state.items():
+                if isinstance(value, NUMBER):
+                    numbers.setdefault(self.name_of(parameter), {})[key] = encode(value, key)
+        return numbers
 
     def apply_optimizer_settings(self, saved: Iterable[Mapping[str, Any]]) -> None:
         groups = {name: (entry["settings"], entry.get("exact")) for entry in saved for name in entry["parameters"]}
@@ -172,18 +182,18 @@ def describe(name: str, tensor: torch.Tensor, divisible: bool = True) -> Item:
     """The item of one tensor: which slice of the global tensor this rank holds."""
     shape = tuple(tensor.shape)
     offset: tuple[int, ...] = (0,) * len(shape)
-    local = tensor.detach()
+    local, live = tensor.detach(), tensor
     if isinstance(local, DTensor):
         if any(isinstance(placement, Partial) for placement in local.placements):
             raise HoldfastError(f"{name} is a partial sum (DTensor with Partial placement); reduce it before saving")
         _, offset = compute_local_shape_and_global_offset(shape, local.device_mesh, local.placements)
-        local = local.to_local()
+        local = live = local.to_local()
     if local.dtype not in DTYPE_NAMES:
         raise HoldfastError(f"{name} has dtype {local.dtype}, which safetensors files cannot hold")
     if math.prod(local.shape) == 0 or not offset:
         offset = (0,) * len(shape)
     box = TensorSlice(name, DTYPE_NAMES[local.dtype], shape, tuple(offset), tuple(local.shape))
-    return Item(name, local, box, divisible)
+    return Item(name, local, box, live, divisible)
 
 
 def clean_name(name: str) -> str:
