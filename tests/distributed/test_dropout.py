@@ -19,7 +19,7 @@ from holdfast.parallel.mesh import Grid, build_grid
 from holdfast.parallel.tensor import local
 from holdfast.train.checks.preflight import resolve
 from holdfast.train.loop import seed_dropout
-from holdfast.train.model_families import build_stages
+from holdfast.train.model_families import build_stages, initialize_stages
 from holdfast.train.worker import join_ranks, run_worker
 from tests.corpus import VOCABULARY, write_dataset
 from tests.gloo import spawn_ranks
@@ -53,6 +53,7 @@ def join() -> Grid:
 def build(config: Config, grid: Grid) -> Any:
     """This rank's model in its place."""
     (model,) = build_stages(config, grid, VOCABULARY)
+    initialize_stages(config, [model], VOCABULARY)
     return model.train()
 
 

@@ -40,6 +40,18 @@ LAYOUTS = {
     ),
     "pp2-dp2": (4, ParallelConfig(pipeline_model_parallel_size=2)),
     "pp2-fsdp2": (4, ParallelConfig(pipeline_model_parallel_size=2, data_parallel_sharding_strategy=SHARDED)),
+    "tp2-zero1": (
+        4,
+        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, data_parallel_sharding_strategy="optim"),
+    ),
+    "pp2-interleaved-zero2": (
+        4,
+        ParallelConfig(
+            pipeline_model_parallel_size=2,
+            num_virtual_stages_per_pipeline_rank=2,
+            data_parallel_sharding_strategy="optim_grads",
+        ),
+    ),
     "hybrid": (4, ParallelConfig(data_parallel_sharding_strategy=SHARDED, data_parallel_replicas=2)),
     "tp2-pp2-dp2": (8, ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
 }
@@ -98,10 +110,58 @@ def test_losses_and_norms_are_those_of_one_process(layout, single_process, prefi
     assert_same_curve(train_on(world, tiny(prefix, tmp_path / "run"), parallel), single_process)
 
 
-def test_llama_options_in_two_layouts_at_once(prefix, tmp_path):
+def with_muon(prefix: Path, save: Path) -> Config:
+    config = tiny(prefix, save)
+    return replace(config, optimizer=replace(config.optimizer, optimizer="muon", lr=3e-3))
+
+
+@pytest.fixture(scope="module")
+def muon_alone(prefix, tmp_path_factory):
+    return train_on(1, with_muon(prefix, tmp_path_factory.mktemp("muon") / "run"), ParallelConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "pp2-fsdp2", "tp2-zero1"])
+def test_muon_gives_the_curve_of_one_process(layout, muon_alone, prefix, tmp_path):
+    world, parallel = LAYOUTS[layout]
+    assert muon_alone[-1]["loss"] < muon_alone[0]["loss"] - 0.2
+    assert_same_curve(train_on(world, with_muon(prefix, tmp_path / "run"), parallel), muon_alone)
+
+
+def with_packing(prefix: Path, save: Path) -> Config:
+    config = tiny(prefix, save)
+    optimizer = replace(config.optimizer, z_loss=0.01, lr_mult="embedding=0.5,layers.3=2")
+    return replace(config, data=replace(config.data, packing="best-fit"), optimizer=optimizer)
+
+
+@pytest.fixture(scope="module")
+def packed_alone(prefix, tmp_path_factory):
+    return train_on(1, with_packing(prefix, tmp_path_factory.mktemp("packed") / "run"), ParallelConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "tp2-sequence", "pp2"])
+def test_packed_documents_with_z_loss_and_rates_by_name_give_the_curve_of_one_process(
+    layout, packed_alone, prefix, tmp_path
+):
+    world, parallel = LAYOUTS[layout]
+    assert packed_alone[-1]["loss"] < packed_alone[0]["loss"] - 0.2
+    assert all(0 < record["padding_share"] < 0.05 for record in packed_alone)
+    found = train_on(world, with_packing(prefix, tmp_path / "run"), parallel)
+    assert_same_curve(found, packed_alone)
+    for record, alone in zip(found, packed_alone, strict=True):
+        assert record["lm_loss"] + record["z_loss"] == pytest.approx(record["loss"])
+        assert record["z_loss"] == pytest.approx(alone["z_loss"], rel=1e-5) and 0.1 < record["z_loss"] < 0.3
+
+
+@pytest.mark.slow
+def test_options_of_llama_qwen_mistral_and_gemma_in_two_layouts_at_once(prefix, tmp_path):
     options = dict(
         swiglu=True, position_embedding_type="rope", normalization="RMSNorm", num_query_groups=2, disable_bias_linear=True,
-        untie_embeddings_and_output_weights=True,
+        untie_embeddings_and_output_weights=True, add_qkv_bias=True, qk_layernorm=True, kv_channels=16, window_size=(5, 0),
+        use_rope_scaling=True, original_max_position_embeddings=8, window_attn_skip_freq=(1, 0, 1, 1), apply_layernorm_1p=True,
+        post_block_norm=True, scale_embeddings=True, query_pre_attn_scalar=24, attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
     )  # fmt: skip
     expected = train_on(1, tiny(prefix, tmp_path / "alone", **options), ParallelConfig())
     parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)

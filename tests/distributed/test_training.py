@@ -18,6 +18,8 @@ from holdfast.parallel.mesh import build_grid
 from holdfast.parallel.parallelize import parallelize
 from holdfast.system.journal import read_journal
 from holdfast.tokenizers.training import train_tokenizer
+from holdfast.train.checks.preflight import resolve
+from holdfast.train.worker import rehearse, run_worker
 from tests.corpus import VOCABULARY, write_dataset
 from tests.distributed.test_layouts import assert_same_curve, tiny, train_on
 from tests.gloo import spawn_ranks
@@ -52,7 +54,6 @@ def hold_345m() -> tuple[int, int, int]:
     parallelize(
         model,
         grid,
-        lambda name, shape: torch.zeros(()).expand(shape),
         sequence_parallel=True,
         recompute="none",
         compiled=False,
@@ -96,6 +97,50 @@ def test_half_precision_follows_the_fp32_curve(precision, prefix, single_process
     assert ("loss_scale" in found[-1]) == (precision == "fp16")
 
 
+def test_a_rehearsal_reads_the_samples_of_the_run_and_keeps_nothing(tmp_path):
+    config = tiny(write_dataset(tmp_path / "corpus"), tmp_path / "run")
+    config = replace(
+        config,
+        train=replace(config.train, train_iters=2, eval_interval=0),
+        optimizer=replace(config.optimizer, lr_decay_style="cosine", lr_decay_iters=9),
+    )
+    spawn_ranks(1, run_worker, resolve(replace(config, train=replace(config.train, save=None)))[0])
+    before = sorted(tmp_path.rglob("*"))
+    spawn_ranks(1, rehearse, resolve(config)[0])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_ends_although_its_samples_are_not_a_multiple_of_the_batch(tmp_path):
+    """A blend with weights has no more samples than it was asked for."""
+    first, second = (str(write_dataset(tmp_path / name, documents=40)) for name in ("a", "b"))
+    config = tiny(tmp_path / "a", tmp_path / "run")
+    config = replace(
+        config,
+        data=replace(config.data, data_path=("0.5", first, "0.5", second)),
+        train=replace(config.train, train_iters=None, train_samples=20, eval_interval=0),
+        optimizer=replace(config.optimizer, lr_warmup_iters=1),
+    )
+    records = train_on(1, config, ParallelConfig())
+    assert [record["consumed_samples"] for record in records] == [8, 16, 24]
+
+
+def test_a_run_that_needs_more_samples_than_there_are_does_not_start(tmp_path):
+    first, second = (str(write_dataset(tmp_path / name, documents=40)) for name in ("a", "b"))
+    config = tiny(tmp_path / "a", tmp_path / "run")
+    config = replace(config, data=replace(config.data, data_path=(first, second)))
+    with pytest.raises(
+        AssertionError, match="the run needs 8,000 training samples, but the data has [0-9]+: .* read once"
+    ):
+        train_on(1, replace(config, train=replace(config.train, train_iters=1000)), ParallelConfig())
+    with pytest.raises(AssertionError, match="the run needs 800 validation samples"):
+        train_on(
+            1,
+            replace(config, train=replace(config.train, eval_interval=1, eval_iters=50, train_iters=2)),
+            ParallelConfig(),
+        )
+    assert not list(read_journal(tmp_path / "run" / "metrics.jsonl"))
+
+
 @pytest.mark.slow
 def test_a_hundred_sentences_are_learnt_by_heart(tmp_path):
     """From text, through tokenizer and dataset: a word is a token, a sentence with its end of document is a sample.
@@ -135,6 +180,7 @@ def flags(prefix: Path, save: Path) -> list[str]:
     return [*words.split(), "--data-path", str(prefix), "--save", str(save)]
 
 
+@pytest.mark.slow
 def test_plain_torchrun_starts_the_same_run(prefix, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "holdfast.train"]
     subprocess.run([*torchrun, *flags(prefix, tmp_path / "torchrun")], check=True, capture_output=True, timeout=300)
@@ -168,6 +214,7 @@ def test_a_failing_rank_is_named_once_with_its_cause(prefix, tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "holdfast.cli", "train", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--no-fork-server"]  # Python imports sitecustomize once per process, and not in a forked rank
     done = subprocess.run(
         [*command, *flags(prefix, tmp_path / "run")], capture_output=True, text=True, timeout=400, env=environment
     )

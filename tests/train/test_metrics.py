@@ -1,5 +1,7 @@
 """The iteration line for a terminal fits 80 columns, however long the run and large its numbers."""
 
+import time
+
 import pytest
 import torch
 
@@ -9,6 +11,21 @@ from tests.disks import small_disk
 
 RECORD = {"iteration": 3, "loss": 4.52, "lr": 3e-4, "grad_norm": 1.3, "tokens_per_s": 812.0}
 LARGE = {"iteration": 12345, "loss": 12345.678, "lr": 1.2345e-10, "grad_norm": 12345.6, "tokens_per_s": 987.6e6}
+
+
+def reporter_of(folder, tensorboard=False):
+    return Reporter(
+        folder,
+        active=True,
+        iterations=1000,
+        log_interval=1,
+        terms=("lm_loss",),
+        flops_per_token=1,
+        tokens_per_sample=16,
+        world=1,
+        device=torch.device("cpu"),
+        tensorboard=tensorboard,
+    )
 
 
 def test_a_line_shows_step_loss_rate_and_time_left():
@@ -28,21 +45,23 @@ def test_an_evaluation_gets_a_second_line():
     assert terminal_line(record, 100, 1.0).splitlines()[1] == "  validation loss 4.5000, perplexity 90.02"
 
 
+def test_records_carry_the_time_the_peak_memory_and_the_time_of_an_evaluation(tmp_path):
+    reporter = reporter_of(tmp_path)
+    before = time.time()
+    for step, extra in ((1, {}), (2, {"validation_loss": 4.0, "validation_perplexity": 50.0})):
+        ended = time.perf_counter() - 0.5 * bool(extra)
+        numbers = torch.tensor([1.0, 4.5])
+        reporter.report(Iteration(step, 1e-3, 8, 8 * step, 128 * step, numbers, 0.0, None, ended, extra), 0)
+    reporter.close()
+    first, second = read_journal(tmp_path / "metrics.jsonl")
+    assert before - 1 <= first["time"] <= second["time"] <= time.time() + 1
+    assert first["memory_bytes"] > 1_000_000 and "evaluation_ms" not in first and second["evaluation_ms"] >= 500
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_ends_the_event_files_and_not_the_training(tmp_path, capsys):
     with small_disk(tmp_path / "disk", "32k") as disk:
-        reporter = Reporter(
-            disk,
-            active=True,
-            iterations=1000,
-            log_interval=1,
-            terms=("lm_loss",),
-            flops_per_token=1,
-            tokens_per_sample=16,
-            world=1,
-            device=torch.device("cpu"),
-            tensorboard=True,
-        )
+        reporter = reporter_of(disk, tensorboard=True)
         numbers = torch.tensor([1.0, 4.5])
         for step in range(1, 1001):
             reporter.report(Iteration(step, 1e-3, 8, 8 * step, 128 * step, numbers, 0.0, None, 1e6 + step), 0)

@@ -8,14 +8,16 @@ import torch
 
 from holdfast.config import Config, OptimizerConfig, TrainConfig, read_config
 from holdfast.system.errors import HoldfastError
-from holdfast.train.schedule import batches_of, schedule_of
+from holdfast.train.command import parse
+from holdfast.train.learning_rates import rate_of
+from holdfast.train.schedule import LearningRateSchedule, batches_of, schedule_of
 
 BATCH, STEPS = 4, 50
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
 @pytest.mark.parametrize("warmup", [0, 7])
-@pytest.mark.parametrize("tail", ["linear", "cosine", "exponential"])
+@pytest.mark.parametrize("tail", ["linear", "cosine", "exponential", "minus_sqrt"])
 def test_the_learning_rate_is_megatrons(style, warmup, tail):
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -37,6 +39,27 @@ def test_the_learning_rate_is_megatrons(style, warmup, tail):
     for step in range(STEPS):
         assert schedule.lr(step * BATCH) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-15), step
         oracle.step(BATCH)
+
+
+def test_the_decoupled_rate_is_megatrons():
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    options = OptimizerConfig(lr=1.0, min_lr=0.1, decoupled_lr=0.02, decoupled_min_lr=0.001)
+    names = {"decoder.final_layernorm.weight": (1.0, 0.1), "output_layer.weight": (0.02, 0.001)}
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in names], lr=0.0)
+    for group, (peak, floor) in zip(optimizer.param_groups, names.values(), strict=True):
+        group.update(lr_mult=1.0, wd_mult=1.0, max_lr=peak, min_lr=floor)
+    oracle = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=1.0, min_lr=0.1, lr_warmup_steps=5, lr_decay_steps=40, lr_decay_style="cosine",
+        start_wd=0.0, end_wd=0.0, wd_incr_steps=1, wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=False,
+    )  # fmt: skip
+    rates = [rate_of(name, options) for name in names]
+    ours = [LearningRateSchedule("cosine", rate.peak, rate.floor, 5, 40, 0, "linear", 1.0) for rate in rates]
+    for step in range(45):
+        found = [group["lr"] for group in optimizer.param_groups]
+        assert [schedule.lr(step) for schedule in ours] == pytest.approx(found, rel=1e-12, abs=1e-15), step
+        oracle.step(1)
 
 
 def test_the_batch_grows_as_megatrons_does():
@@ -79,6 +102,42 @@ def test_a_run_without_length_or_with_two_is_refused():
     long_warmup = replace(Config(), train=TrainConfig(train_iters=10), optimizer=OptimizerConfig(lr_warmup_iters=10))
     with pytest.raises(HoldfastError, match="not shorter than the decay"):
         schedule_of(long_warmup, batches_of(long_warmup, 1))
+
+
+@pytest.mark.parametrize(("ramp", "samples"), [((), 10), ((), 12), ((4, 4, 20), 50)])
+def test_the_samples_of_all_steps_include_the_whole_last_batch(ramp, samples):
+    config = replace(
+        Config(), train=TrainConfig(train_samples=samples, global_batch_size=16 if ramp else 4, rampup_batch_size=ramp)
+    )
+    batches = batches_of(config, 1)
+    steps = batches.iterations(None)
+    consumed = [0]
+    for _ in range(steps):
+        consumed.append(consumed[-1] + batches.size(consumed[-1]))
+    assert [batches.samples(step) for step in range(steps + 1)] == consumed
+    assert consumed[-2] < samples <= consumed[-1] and batches.total_samples == samples
+
+
+@pytest.mark.parametrize("ramp", [(4, 4, 0), (4, 0, 100), (0, 4, 100), (32, 4, 100), (3, 4, 100)])
+def test_a_ramp_that_does_not_lead_to_the_batch_is_refused(ramp):
+    config = replace(Config(), train=TrainConfig(train_iters=9, global_batch_size=16, rampup_batch_size=ramp))
+    with pytest.raises(HoldfastError, match="rampup_batch_size"):
+        batches_of(config, 1)
+
+
+def test_wsd_without_the_length_of_its_decay_is_refused():
+    config = replace(Config(), train=TrainConfig(train_iters=9), optimizer=OptimizerConfig(lr_decay_style="WSD"))
+    with pytest.raises(HoldfastError, match="WSD needs lr_wsd_decay_iters"):
+        schedule_of(config, batches_of(config, 1))
+
+
+def test_a_length_given_as_a_flag_replaces_another_one_of_the_file():
+    optimizer = parse(["bert_tiny", "--lr-warmup-iters", "5"]).config.optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (5, None)
+    train = parse(["gpt3_175b", "--train-iters", "9"]).config.train
+    assert (train.train_iters, train.train_samples) == (9, None)
+    both = parse(["bert_tiny", "--lr-warmup-iters", "5", "--lr-warmup-fraction", "0.2"]).config.optimizer
+    assert (both.lr_warmup_iters, both.lr_warmup_fraction) == (5, 0.2)
 
 
 def test_polynomial_decay_is_that_of_nvidias_bert_recipe():

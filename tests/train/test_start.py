@@ -152,7 +152,9 @@ def test_a_start_that_failed_before_its_first_step_does_not_block_other_flags(pr
 
 def test_a_terminal_shows_one_short_line_per_step_and_what_comes_next(prefix, tmp_path):
     save = tmp_path / "run"
-    terminal = Terminal(command(prefix, "--save", str(save), "--train-iters", "3", "--nproc-per-node", "2"))
+    terminal = Terminal(
+        command(prefix, "--save", str(save), "--train-iters", "3", "--nproc-per-node", "2", "--no-panel")
+    )
     assert terminal.end() == 0, terminal.lines
     lines = terminal.lines
     assert lines[0].startswith("starting 2 ranks")
@@ -182,7 +184,8 @@ def test_a_sign_of_life_comes_before_torch_is_imported(prefix, tmp_path):
 @pytest.mark.parametrize("instant", ["checks are done", "the folder is claimed", "ranks load", "ranks train"])
 def test_ctrl_c_at_any_instant_ends_with_one_line_and_130(prefix, tmp_path, instant):
     save = tmp_path / "run"
-    terminal = Terminal(command(prefix, "--save", str(save), "--train-iters", "1000000", "--nproc-per-node", "2"))
+    flags = ("--save", str(save), "--train-iters", "1000000", "--nproc-per-node", "2", "--no-panel")
+    terminal = Terminal(command(prefix, *flags))
     reached = {
         "checks are done": lambda: terminal.lines,
         "the folder is claimed": lambda: (save / "config.toml").exists(),

@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.command_line import flags
-from holdfast.config import Config, config_to_toml
+from holdfast.config import Config, config_to_toml, section_of
+from holdfast.config_files import known_configs
 from holdfast.system.errors import UsageError
 from holdfast.system.progress import count_of, log
+
+ALTERNATIVES = (
+    ("train_iters", "train_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+)
+"""Keys that set the same length. One that is given as a flag replaces the others of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,9 @@ class TrainOptions:
     """Describe the layout and estimate its memory, and start nothing."""
     force: bool = False
     """Train on data that was made with another tokenizer."""
+    panel: bool = True
+    """On a terminal, show a live panel above the last log lines; --no-panel prints the lines alone. Files and Slurm jobs never
+    get a panel."""
     json: bool = False
     """When the run ends, print JSON: run folder, iteration, losses, checkpoint, and whether the run finished."""
     vocab_size_given: bool = field(default=False, metadata=flags.derived())
@@ -50,8 +61,18 @@ class TrainOptions:
     def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         from holdfast.train.run_folder.identity import read_run_config
 
-        read = {"config": read_run_config(given["file"])} if given.get("file") else {}
+        read = {"config": _without_alternatives(read_run_config(given["file"]), given)} if given.get("file") else {}
         return {"vocab_size_given": "vocab_size" in given, **read}
+
+
+def _without_alternatives(config: Config, given: Mapping[str, Any]) -> Config:
+    """The configuration of a file without the keys that a flag replaces by another one."""
+    for keys in ALTERNATIVES:
+        if any(key in given for key in keys):
+            name = str(section_of(keys[0]))
+            section = getattr(config, name)
+            config = replace(config, **{name: replace(section, **{key: getattr(type(section)(), key) for key in keys})})
+    return config
 
 
 def parse(arguments: Sequence[str]) -> TrainOptions:
@@ -63,8 +84,11 @@ def train_command(options: TrainOptions) -> None:
     if options.print_config:
         print(config_to_toml(options.config, comments=True), end="")
         return
+    if options.config == Config() and not options.dry_run:
+        raise UsageError(_how_to_start())
     from holdfast.train.checks.host import check_host
     from holdfast.train.checks.preflight import check_data, resolve
+    from holdfast.train.checks.unused_keys import unused_keys
     from holdfast.train.run_folder.opening import check_run_folder, open_run_folder
 
     config, layout = resolve(take_slurm(options.config), vocab_size_given=options.vocab_size_given)
@@ -77,10 +101,11 @@ def train_command(options: TrainOptions) -> None:
     check_data(config, options.force)
     converts = _loads_other_format(config)
     check_run_folder(config)
-    warnings = check_host(config)
+    warnings = [*unused_keys(config), *check_host(config)]
     for line in (_start_line(config), *warnings):
         log(line)
     with _interrupt_exits():
+        from holdfast.train.panel.screen import live_panel
         from holdfast.train.run_folder.result import print_result
         from holdfast.train.supervisor import run_ranks
     with open_run_folder(config) as config, print_result(config.train.save) if options.json else nullcontext():
@@ -88,7 +113,17 @@ def train_command(options: TrainOptions) -> None:
             from holdfast.conversion.train_load import with_converted_load
 
             config = with_converted_load(config)
-        run_ranks(config)
+        with live_panel(config, options.panel):
+            run_ranks(config)
+
+
+def _how_to_start() -> str:
+    """What a run needs, for a command line that names neither a model nor data."""
+    return f"""give a configuration and the data to train on, for example:
+  holdfast train gpt_tiny --data-path corpus_text_document --vocab-file vocab.json --merge-file merges.txt --save runs/first
+Configurations that come with Holdfast: {", ".join(known_configs())}.
+From plain text (tokenizer, dataset and configuration): holdfast init my-model --input corpus.jsonl
+Every key with its meaning: holdfast train --print-config. To see a whole run first: holdfast demo --fast"""
 
 
 def _start_line(config: Config) -> str:

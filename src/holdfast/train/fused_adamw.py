@@ -3,6 +3,7 @@
 The state is that of torch.optim.AdamW (`step`, `exp_avg`, `exp_avg_sq` per parameter), so checkpoints fit both.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import kernels
+from holdfast.models.products import refresh_copies
+
+ALIGNMENT = 64  # elements: 128 bytes
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -28,13 +32,14 @@ class FusedAdamW(torch.optim.AdamW):
 
     def write_copies(self, dtype: torch.dtype) -> None:
         """Give every parameter a copy in the compute type; each step keeps it equal to the parameter."""
-        for parameter in self._parameters():
-            copy = getattr(parameter, "compute_copy", None)
-            if copy is None or copy.dtype != dtype:
-                parameter.compute_copy = parameter.detach().to(dtype)  # type: ignore[attr-defined]
-            else:
-                copy.copy_(parameter.detach())
-            parameter.copied_version = parameter._version  # type: ignore[attr-defined]
+        parameters = self._parameters()
+        # One buffer, aligned copy after copy: matrices of one layer that follow each other can be read as one.
+        starts = [0, *itertools.accumulate(-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in parameters)]
+        buffer = torch.empty(starts[-1], dtype=dtype, device=parameters[0].device)
+        for parameter, start in zip(parameters, starts, strict=False):
+            parameter.compute_copy = buffer[start : start + parameter.numel()].view_as(parameter)  # type: ignore[attr-defined]
+            parameter.copied_version = -1  # type: ignore[attr-defined]
+        refresh_copies(parameters)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -51,9 +56,10 @@ class FusedAdamW(torch.optim.AdamW):
         divisor = getattr(self, "grad_scale", None)
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1.0 - skip)
+        refresh_copies(self._parameters())  # the kernel writes them too, but not in a step that it skips
         copies = [getattr(p, "compute_copy", None) for p, _ in updated]
         tensors = [
-            (p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy)
+            (p, _aligned(p.grad), state["exp_avg"], state["exp_avg_sq"], copy)
             for (p, _), state, copy in zip(updated, states, copies, strict=True)
         ]
         addresses = [part.data_ptr() for parts in tensors for part in parts if part is not None]
@@ -76,8 +82,6 @@ class FusedAdamW(torch.optim.AdamW):
             eps=group["eps"],
             copy_dtype=next((copy.dtype for copy in copies if copy is not None), torch.bfloat16),
         )
-        for parameter, _ in updated:
-            parameter.copied_version = parameter._version
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -89,6 +93,11 @@ class FusedAdamW(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """The gradient at an address that the kernel takes: torch aligns tensors, but a gradient may be a part of one."""
+    return gradient if gradient.data_ptr() % 16 == 0 and gradient.is_contiguous() else gradient.contiguous().clone()
 
 
 def _corrections(step: Tensor, betas: tuple[float, float]) -> Tensor:

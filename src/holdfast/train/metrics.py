@@ -1,12 +1,13 @@
-"""Metrics of the run: the iteration line, metrics.jsonl, TensorBoard. Only rank 0 reports.
+"""Metrics of the run: the iteration line, metrics.jsonl, TensorBoard, trackers. Only rank 0 reports.
 
 Log files get the iteration line in Megatron's format, terminals one of at most 80 columns.
 """
 
 import contextlib
 import math
+import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from holdfast.models.flops import peak_flops
 from holdfast.system.journal import BufferedJournal
-from holdfast.system.progress import log
+from holdfast.system.progress import clock_time, log, short_number
+from holdfast.train.trackers.process import start_trackers
 
 COLUMNS = 80
 
@@ -56,17 +58,21 @@ class Reporter:
         world: int,
         device: torch.device,
         tensorboard: bool,
+        trackers: bool = False,
+        constants: Mapping[str, float] | None = None,
     ) -> None:
+        self._constants = constants or {}
         self._active, self._iterations, self._interval, self._terms = active, iterations, log_interval, terms
         self._flops, self._tokens, self._world = flops_per_token, tokens_per_sample, world
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self._peak = peak_flops(name)
+        self._peak, self._device = peak_flops(name), device
         self._journal = BufferedJournal(folder / "metrics.jsonl") if active and folder else None
         self._board: Any = None
         if active and folder and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._trackers = start_trackers(folder) if active and folder and trackers else None
         self._since, self._steps, self._samples = time.perf_counter(), 0, 0
         self.first_step_seconds: float | None = None
         self._first: Iteration | None = None
@@ -74,6 +80,10 @@ class Reporter:
     def restart_clock(self) -> None:
         """Excludes the time since the last report (an evaluation) from the step time."""
         self._since, self._steps, self._samples = time.perf_counter(), 0, 0
+
+    def is_due(self, done: Iteration) -> bool:
+        """Whether the iteration is logged; the same on all ranks."""
+        return done.iteration % self._interval == 0 or done.iteration == self._iterations or bool(done.extra)
 
     def report(self, done: Iteration, skipped: int) -> None:
         """Reports a finished step. Call it once per iteration, in order."""
@@ -93,13 +103,13 @@ class Reporter:
                 f"warning: iteration {done.iteration}: loss {loss}, gradient norm {norm}; step skipped; "
                 f"the batch was samples {first} to {done.consumed_samples - 1}"
             )
-        last = done.iteration == self._iterations
-        if done.iteration % self._interval and not last and not done.extra:
+        if not self.is_due(done):
             return
         elapsed = done.ended - self._since
         per_second = self._samples * self._tokens / elapsed
         tflops = per_second * self._flops / self._world / 1e12
         record = {
+            "time": round(time.time(), 3),
             "iteration": done.iteration,
             "loss": loss,
             **terms,
@@ -114,8 +124,11 @@ class Reporter:
             "consumed_samples": done.consumed_samples,
             "consumed_tokens": done.consumed_tokens,
             "skipped_iterations": skipped,
+            "memory_bytes": peak_memory(self._device),
             **({"loss_scale": done.loss_scale} if done.loss_scale is not None else {}),
+            **self._constants,
             **done.extra,
+            **({"evaluation_ms": (time.perf_counter() - done.ended) * 1e3} if done.extra else {}),
         }
         self._publish(record, done, list(terms))
         self._since, self._steps, self._samples = done.ended, 0, 0
@@ -142,7 +155,7 @@ class Reporter:
 
     def _write_scalars(self, record: dict[str, Any]) -> None:
         for key, value in record.items():
-            if self._board and isinstance(value, int | float) and key != "iteration":
+            if self._board and isinstance(value, int | float) and key not in ("iteration", "time"):
                 self._board.add_scalar(key, value, record["iteration"])
 
     def close(self) -> None:
@@ -151,6 +164,15 @@ class Reporter:
         if self._board:
             with contextlib.suppress(OSError):  # a full disk
                 self._board.close()
+        if self._trackers:
+            self._trackers.close()
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that rank 0 has used so far: of its GPU as torch allocated them, or resident ones of its process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def name_terms(names: Sequence[str], values: Tensor) -> dict[str, float]:
@@ -193,8 +215,8 @@ def terminal_line(record: dict[str, Any], iterations: int, seconds_left: float |
         "loss": f"loss {_digits(record['loss'])}",
         "lr": f"lr {record['lr']:.2e}",
         "norm": f"grad {_digits(record['grad_norm'], 2)}",
-        "rate": f"{_short_number(record['tokens_per_s'])} tok/s",
-        "left": "" if seconds_left is None else f"ETA {_duration(seconds_left)}",
+        "rate": f"{short_number(record['tokens_per_s'])} tok/s",
+        "left": "" if seconds_left is None else f"ETA {clock_time(seconds_left)}",
     }
     for dropped in ("", "norm", "lr"):
         parts.pop(dropped, None)
@@ -210,17 +232,3 @@ def terminal_line(record: dict[str, Any], iterations: int, seconds_left: float |
 
 def _digits(value: float, decimals: int = 4) -> str:
     return f"{value:.{decimals}f}" if abs(value) < 100 else f"{value:.6g}"
-
-
-def _short_number(value: float) -> str:
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.1f}{name}"
-    return f"{value:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, whole = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days}d {hours:02d}h" if days else f"{hours}:{minutes:02d}:{whole:02d}"

@@ -2,26 +2,36 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.config import Config
-from holdfast.data.loader import BertBatches, BertMicroBatch, DocumentRules, GPTBatches, MicroBatch, RankBatches
+from holdfast.config import Config, ParallelConfig
+from holdfast.data.loader import (
+    BertBatches,
+    BertMicroBatch,
+    DocumentRules,
+    GPTBatches,
+    MicroBatch,
+    PackedBatches,
+    RankBatches,
+)
 from holdfast.data.samples.bert import SPECIAL_TOKENS, BertRules, BertVocabulary, build_bert_splits
 from holdfast.data.samples.gpt import build_gpt_splits
 from holdfast.data.samples.masking import Masking
+from holdfast.data.samples.packed import padding_share
 from holdfast.models.bert import BERT
 from holdfast.models.gpt import GPT
 from holdfast.models.initial import initial_value
 from holdfast.parallel.layout import padded_vocab_size, stage_layers
 from holdfast.parallel.mesh import Grid
-from holdfast.parallel.parallelize import parallelize
+from holdfast.parallel.parallelize import initialize, parallelize
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
 from holdfast.train.checks.preflight import tokenizer_of
+from holdfast.train.kernel_choice import choose_attention
 from holdfast.train.schedule import batches_of
 from holdfast.train.step import PassInputs
 
@@ -54,7 +64,7 @@ class Family:
 
 def family_of(config: Config) -> Family:
     if config.model.model_type == "gpt":
-        return Family(GPT, ("loss",), 1.0, gpt_source)
+        return Family(GPT, ("lm_loss", "z_loss") if config.optimizer.z_loss else ("loss",), 1.0, gpt_source)
     terms = ("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy")
     predicted = max_predictions(config) / config.data.seq_length
     return Family(BERT, terms[:2] if config.model.bert_no_binary_head else terms, predicted, bert_source)
@@ -70,7 +80,7 @@ def build_stage(
     """One pipeline stage on the meta device, without memory for its weights."""
     stages = stage_layers(config.model, config.parallel)
     with torch.device("meta"):
-        return family_of(config).model(
+        module = family_of(config).model(
             config.model,
             vocab_size=vocab_size,
             padded_vocab_size=padded_vocab_size(vocab_size, config.model, tensor),
@@ -80,33 +90,53 @@ def build_stage(
             is_first=stage == 0,
             is_last=stage == len(stages) - 1,
         )
+    if isinstance(module, GPT):
+        module.z_loss = config.optimizer.z_loss
+    return module
+
+
+def parameter_names(config: Config) -> list[str]:
+    """The names of the whole model's parameters."""
+    assert config.model.vocab_size is not None
+    whole = build_stage(replace(config, parallel=ParallelConfig()), 0, 1, config.model.vocab_size)
+    return [name for name, _ in whole.named_parameters()]
 
 
 def build_stages(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]:
-    """The pipeline stages of this rank, parallelized and initialized: one, or several in the interleaved schedule."""
+    """The pipeline stages of this rank, parallelized: one, or several in the interleaved schedule. The weights have no values."""
     dtype = compute_dtype(config)
     compiled = config.train.compile if config.train.compile is not None else grid.device.type == "cuda"
-    initial = functools.partial(initial_value, config=config.model, seed=config.train.seed, vocab_size=vocab_size)
     stages: list[nn.Module] = []
     for number in range(grid.index("pipeline"), grid.layout.pipeline * grid.layout.virtual, grid.layout.pipeline):
         stage = build_stage(config, number, grid.layout.tensor, vocab_size, dtype)
         parallelize(
             stage,
             grid,
-            initial,
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=config.train.recompute_granularity,
             compiled=compiled,
             fp8=config.train.fp8,
+            delayed=config.train.fp8_recipe == "delayed",
             dtype=dtype,
         )
         stages.append(stage)
+    choose_attention(config, stages, grid, dtype)
+    fused = any(getattr(module, "fused", False) for stage in stages for module in stage.modules())
+    if config.train.attention_backend != "auto" and not fused and grid.rank == 0:
+        log("warning: --attention-backend has no effect here: it chooses the kernel of layers that run on Triton")
     if config.train.fp8 and not any(getattr(module, "fp8", False) for stage in stages for module in stage.modules()):
         log(
             "warning: --fp8 has no effect here: it needs --bf16, a GPU with fp8, and a run without dropout, recomputation, "
             "tensor parallelism and FSDP2"
         )
     return stages
+
+
+def initialize_stages(config: Config, stages: Sequence[nn.Module], vocab_size: int) -> None:
+    """Gives the weights their initial values, decided by the seed and their names."""
+    initial = functools.partial(initial_value, config=config.model, seed=config.train.seed, vocab_size=vocab_size)
+    for stage in stages:
+        initialize(stage, initial)
 
 
 def stage_shapes(config: Config, grid: Grid) -> dict[str, Any]:
@@ -122,18 +152,19 @@ def stage_shapes(config: Config, grid: Grid) -> dict[str, Any]:
 
 def gpt_source(config: Config, sizes: SplitSizes) -> BatchSource:
     data = config.data
+    packed = data.packing == "best-fit"
     splits = build_gpt_splits(
-        data.data_path, data.split, data.seq_length, config.train.seed, sizes, data.data_cache_path
+        data.data_path, data.split, data.seq_length, config.train.seed, sizes, data.data_cache_path, packed
     )
     tokenizer = tokenizer_of(config)
     rules = DocumentRules(
         tokenizer.eod if tokenizer else None,
-        data.reset_position_ids,
-        data.reset_attention_mask,
+        data.reset_position_ids and not packed,  # packed samples know their documents
+        data.reset_attention_mask and not packed,
         data.eod_mask_loss,
     )
-    inputs = functools.partial(gpt_inputs, data.eod_mask_loss)
-    return BatchSource(splits, functools.partial(GPTBatches, rules=rules), inputs)
+    inputs = functools.partial(gpt_inputs, packed or data.eod_mask_loss)
+    return BatchSource(splits, functools.partial(PackedBatches if packed else GPTBatches, rules=rules), inputs)
 
 
 def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInputs:
@@ -197,6 +228,14 @@ def bert_inputs(most: int, binary: bool, micro: BertMicroBatch, device: torch.de
     )
 
 
+def _check_enough(what: str, samples: Sequence[Any] | None, needed: int, otherwise: str) -> None:
+    if samples is not None and len(samples) < needed:
+        raise HoldfastError(
+            f"the run needs {needed:,} {what} samples, but the data has {len(samples):,}: datasets blended without weights "
+            f"are read once; give weights, or {otherwise}"
+        )
+
+
 class BatchFeed:
     """This rank's micro batches of any step: a pure function of the number of consumed samples."""
 
@@ -205,11 +244,18 @@ class BatchFeed:
         batches = batches_of(config, grid.layout.data)
         iterations = batches.iterations(train.train_iters)
         evaluations = iterations // train.eval_interval if train.eval_interval else 0
-        sizes = (batches.total_samples, evaluations * train.eval_iters * batches.full, 0)
+        # The last step takes a whole batch, also where train_samples is not a multiple of it.
+        sizes = (batches.samples(iterations), evaluations * train.eval_iters * batches.full, 0)
         source = family_of(config).source(config, sizes)
         self._inputs, self._device = source.inputs, grid.device
         if source.splits[0] is None:
             raise HoldfastError(f"split '{data.split}' leaves no documents for training")
+        _check_enough("training", source.splits[0], sizes[0], "train for less")
+        _check_enough("validation", source.splits[1], sizes[1], "evaluate less (--eval-interval, --eval-iters)")
+        self.padding_share = padding_share(source.splits[0])
+        """Share of padding in the training samples; None where samples have no padding of their own."""
+        if self.padding_share is not None:
+            log(f"packing best-fit: {self.padding_share:.2%} of the tokens of the training samples are padding")
         self._training, self._validation = (
             None
             if samples is None

@@ -3,6 +3,7 @@
 The gradient norm and the loss travel in one world-wide all-reduce. A parameter counts once, however many ranks hold it.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,32 +14,92 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.config import OptimizerConfig
 from holdfast.parallel.mesh import Grid
-from holdfast.parallel.tensor import is_sharded_over, local
+from holdfast.parallel.tensor import is_sharded_over, local, transformer_layers
+from holdfast.system.errors import HoldfastError
 from holdfast.train.fused_adamw import FusedAdamW
 from holdfast.train.lamb import Lamb
+from holdfast.train.learning_rates import Rate, has_own_rates, rate_of
+from holdfast.train.muon import Muon
 
 
-def build_optimizer(stages: list[nn.Module], options: OptimizerConfig, compute: torch.dtype) -> torch.optim.Optimizer:
-    """AdamW or LAMB over four groups: with and without decay, sharded and plain (fused kernels take one kind at a time)."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+def build_optimizer(
+    stages: list[nn.Module],
+    options: OptimizerConfig,
+    compute: torch.dtype,
+    updated: Mapping[nn.Parameter, nn.Parameter] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer over groups of what is `updated` of the parameters: with and without decay, sharded and plain (fused kernels
+    take one kind at a time), for Muon the matrices of the layers, and parameters with a learning rate of their own."""
+    muon = options.optimizer == "muon"
+    layers = [layer for stage in stages for layer in transformer_layers(stage)] if muon else []
+    matrices = {parameter for layer in layers for parameter in layer.parameters() if parameter.ndim == 2}
+    groups: dict[tuple[bool, bool, bool, Rate], list[nn.Parameter]] = {}
     for stage in stages:
-        for parameter in stage.parameters():
-            decays, sharded = parameter.ndim >= 2, isinstance(parameter, DTensor)
-            groups.setdefault((decays, sharded), []).append(parameter)
+        for name, parameter in stage.named_parameters():
+            own = updated[parameter] if updated else parameter
+            kind = (parameter in matrices, own.ndim >= 2, isinstance(own, DTensor))
+            groups.setdefault((*kind, rate_of(name, options)), []).append(own)
     every = [parameter for parameters in groups.values() for parameter in parameters]
     described = [
-        {"params": parameters, "weight_decay": options.weight_decay if decays else 0.0}
-        for (decays, _), parameters in sorted(groups.items())
+        {
+            "params": parameters,
+            "weight_decay": options.weight_decay if decays else 0.0,
+            **({"muon": True} if matrix else {}),
+            **({"max_lr": rate.peak, "min_lr": rate.floor} if has_own_rates(options) else {}),
+        }
+        for (matrix, decays, _, rate), parameters in sorted(groups.items(), key=lambda group: group[0])
     ]
-    betas = (options.adam_beta1, options.adam_beta2)
+    adam: dict[str, Any] = {
+        "lr": options.lr,
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_eps,
+    }
+    if muon:
+        return Muon(described, **adam, momentum=options.muon_momentum, iterations=options.muon_num_ns_steps)
     if options.optimizer == "lamb":  # clipping by the global norm, before the step, is LAMB's pre-normalisation
-        return Lamb(described, lr=options.lr, betas=betas, eps=options.adam_eps)
-    if not FusedAdamW.takes(every):
-        return torch.optim.AdamW(described, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
-    fused = FusedAdamW(described, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
+        return Lamb(described, **adam)
+    if has_own_rates(options) or not FusedAdamW.takes(every):  # its one launch has one learning rate
+        return torch.optim.AdamW(described, **adam, fused=True)
+    fused = FusedAdamW(described, **adam, fused=True)
     if any(getattr(module, "fused", False) for stage in stages for module in stage.modules()):
         fused.write_copies(compute)
     return fused
+
+
+class GroupSettings:
+    """What the configuration says about each group of an optimizer that has not loaded a state yet: decay, betas, epsilon.
+
+    A checkpoint records the settings that it was trained with. The configuration decides them at every start, as it decides the
+    learning rates, so they are set again after a state was loaded.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._settings = [_settings_of(group) for group in optimizer.param_groups]
+
+    def apply(self) -> None:
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            for key in _settings_of(group).keys() - settings.keys():
+                del group[key]  # of a checkpoint of other flags
+            group.update(settings)
+
+    def check_state(self, name: str) -> None:
+        """Raises if the state that was loaded is that of another optimizer than `name`."""
+        self.apply()
+        for group in self._optimizer.param_groups:
+            needed = {"momentum_buffer"} if group.get("muon") else {"step", "exp_avg", "exp_avg_sq"}
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter)
+                if state and not needed <= state.keys():
+                    raise HoldfastError(
+                        f"the saved state is that of another optimizer than {name} (it has {', '.join(sorted(state))} where "
+                        f"{name} needs {', '.join(sorted(needed))}): continue with the run's own --optimizer, or start a new "
+                        "run folder from its weights with --load RUN --no-load-optim"
+                    )
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "lr")}
 
 
 @dataclass
@@ -82,16 +143,15 @@ def build_loss_scale(options: OptimizerConfig) -> LossScale:
 class GradientNorm:
     """The norm of the whole model's gradient, and sums that travel with it."""
 
-    def __init__(self, stages: list[nn.Module], grid: Grid, tied_copy: nn.Parameter | None) -> None:
+    def __init__(self, updated: Iterable[nn.Parameter], grid: Grid, tied_copy: nn.Parameter | None) -> None:
         self._device = grid.device
-        first_replica = grid.index("replica") == 0
-        self._counted = []
-        for stage in stages:
-            for parameter in stage.parameters():
-                whole_here = not is_sharded_over(parameter, "tensor") and grid.index("tensor") > 0
-                unsharded_here = not is_sharded_over(parameter, "shard") and grid.index("shard") > 0
-                if first_replica and not whole_here and not unsharded_here and parameter is not tied_copy:
-                    self._counted.append(parameter)
+        # Of the ranks of an axis that hold copies, the first one counts.
+        repeated = [axis for axis in ("replica", "shard", "tensor") if grid.index(axis) > 0]
+        self._counted = [
+            parameter
+            for parameter in updated
+            if parameter is not tied_copy and all(is_sharded_over(parameter, axis) for axis in repeated)
+        ]
 
     def reduce(self, *sums: Tensor) -> Tensor:
         """[norm, *sums added up over all ranks], on the device. The one world-wide exchange of a step."""

@@ -4,6 +4,7 @@ Native libraries (gloo, NCCL, oneDNN) write to the descriptors 1 and 2, so these
 start of the rank appends a header line and its output.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -29,13 +30,28 @@ def redirect_output() -> None:
     header = f"{HEADER}{rank}, process {os.getpid()}, restart {restart}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
     try:
         descriptor = os.open(rank_log(Path(folder), rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError:
+        return
+    try:
         os.write(descriptor, header.encode())
     except OSError:
+        os.close(descriptor)
         return
     copy_lines_to(os.fdopen(os.dup(2), "w", buffering=1))
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def open_helper_log(path: Path, name: str) -> int:
+    """A descriptor for the output of a process that is not a rank yet: an emptied file, or nowhere if the disk is full."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):
+        os.write(descriptor, f"=== {name}, process {os.getpid()}\n".encode())
+    return descriptor
 
 
 def last_lines(path: Path) -> list[str]:

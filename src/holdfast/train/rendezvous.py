@@ -18,6 +18,7 @@ FIRST_LINE_SECONDS, LINE_SECONDS = 3.0, 10.0
 CONNECT_SECONDS = 2.0
 POLL_SECONDS = 0.1
 COMPLETE = "holdfast/complete"
+LOCAL_HOST = "127.0.0.1"
 
 
 def endpoint_of(parallel: ParallelConfig) -> tuple[str, int] | None:
@@ -95,6 +96,11 @@ def wait_for_nodes(host: str, port: int, node: int, nodes: int, limit: float) ->
         wait.report(f"the other nodes of {nodes} {where}")
         time.sleep(POLL_SECONDS)
     return store
+
+
+def serve_one_node(port: int) -> Any:
+    """torch's TCPStore of a run on one node; port 0 stands for a free one. Keep a reference to it."""
+    return _store(LOCAL_HOST, port, True, 0.0)
 
 
 def _join(host: str, port: int, wait: _Wait, missing: str, limit: float) -> Any:

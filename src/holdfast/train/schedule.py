@@ -4,7 +4,7 @@ Progress is counted in samples, so that a batch size ramp-up does not change the
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.config import Config
 from holdfast.system.errors import HoldfastError
@@ -52,6 +52,8 @@ class LearningRateSchedule:
             return 1.0 - late
         if self.wsd_style == "cosine":
             return 0.5 * (math.cos(math.pi * late) + 1.0)
+        if self.wsd_style == "minus_sqrt":
+            return 1.0 - math.sqrt(late)
         return float(2.0 * 0.5**late - 1.0)
 
 
@@ -73,6 +75,15 @@ class BatchSizeSchedule:
         per_step = self.ramp_samples / max(steps, 1)
         return min(self.full, self.start + int(consumed / per_step) * self.increment)
 
+    def samples(self, steps: int) -> int:
+        """Samples of the first `steps` steps."""
+        consumed = 0
+        for step in range(steps):
+            if self.increment == 0 or consumed > self.ramp_samples:
+                return consumed + (steps - step) * self.full
+            consumed += self.size(consumed)
+        return consumed
+
     def iterations(self, limit: int | None) -> int:
         """Steps until the run's samples are consumed, or `limit` if the run is given in steps."""
         if limit is not None:
@@ -93,24 +104,19 @@ def batches_of(config: Config, data_parallel: int) -> BatchSizeSchedule:
         raise HoldfastError("give the length of the run: either train_iters or train_samples")
     full = train.global_batch_size or train.micro_batch_size * data_parallel
     start, increment, ramp = train.rampup_batch_size or (full, 0, 0)
-    if increment and (full - start) % increment:
+    if train.rampup_batch_size and 0 in train.rampup_batch_size:
+        raise HoldfastError("rampup_batch_size START INCREMENT SAMPLES: all three must be above 0; leave it unset")
+    if start > full or (increment and (full - start) % increment):
         raise HoldfastError(f"rampup_batch_size: {start} does not reach {full} in steps of {increment}")
-    if train.train_samples is not None:
-        return BatchSizeSchedule(full, start, increment, ramp, train.train_samples)
-    assert train.train_iters is not None
-    plan = BatchSizeSchedule(full, start, increment, ramp, 0)
-    consumed = 0
-    for step in range(train.train_iters):
-        if increment == 0 or consumed > ramp:
-            consumed += (train.train_iters - step) * full
-            break
-        consumed += plan.size(consumed)
-    return BatchSizeSchedule(full, start, increment, ramp, consumed)
+    plan = BatchSizeSchedule(full, start, increment, ramp, train.train_samples or 0)
+    return plan if train.train_iters is None else replace(plan, total_samples=plan.samples(train.train_iters))
 
 
 def schedule_of(config: Config, batches: BatchSizeSchedule) -> LearningRateSchedule:
-    """The learning rate schedule of a run; raises if its warm-up is not shorter than its decay."""
+    """The learning rate schedule of a run; raises if its warm-up is not shorter than its decay, or WSD has no length."""
     options, full = config.optimizer, batches.full
+    if options.lr_decay_style == "WSD" and not options.lr_wsd_decay_iters:
+        raise HoldfastError("lr_decay_style WSD needs lr_wsd_decay_iters, the steps of its final decay")
     if config.train.train_samples is not None:
         decay = options.lr_decay_samples or batches.total_samples
         warmup: float = options.lr_warmup_samples or options.lr_warmup_iters * full

@@ -4,8 +4,8 @@ A run with a folder keeps its state in memory snapshots (package `snapshot`); th
 without a folder keeps nothing.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from holdfast.models.initial import VOCABULARY_ROWS
 from holdfast.parallel.mesh import Grid
 from holdfast.snapshot import Snapshots
 from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import BufferedJournal
 from holdfast.system.progress import log
 
 # With snapshot_interval 0 only saves copy the state.
@@ -32,6 +33,8 @@ class Progress:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    """What --spike-guard compares with; empty without it."""
 
     def advance(self, samples: int, tokens: int, skipped: bool) -> None:
         self.step += 1
@@ -39,10 +42,10 @@ class Progress:
         self.consumed_tokens += tokens
         self.skipped += skipped
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, value in state.items():
             setattr(self, key, value)
 
@@ -66,11 +69,21 @@ class NoSnapshots:
 
     def report_nan(self) -> None: ...
 
+    def rewind(self) -> int | None:
+        return None
+
+    def event(self, name: str, **details: Any) -> None: ...
+
     def close(self) -> None: ...
 
 
 def open_snapshots(
-    config: Config, grid: Grid, stages: list[nn.Module], optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
+    config: Config,
+    grid: Grid,
+    stages: list[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    extra: Mapping[str, Any],
+    journal: Callable[[Path], BufferedJournal],
 ) -> Snapshots | NoSnapshots:
     """The snapshots of this rank's share of the run."""
     train, options = config.train, config.snapshot
@@ -84,6 +97,7 @@ def open_snapshots(
         extra,
         folder,
         interval=options.snapshot_interval or NEVER,
+        max_slowdown=options.snapshot_max_slowdown,
         mode=options.snapshot_mode,
         memory=options.snapshot_dir,
         replica_group=grid.group("replica"),
@@ -94,6 +108,7 @@ def open_snapshots(
         keep_every=train.keep_every,
         hang_seconds=options.hang_timeout or 600.0,
         kill_hung=options.hang_timeout > 0,
+        journal=journal,
     )
 
 

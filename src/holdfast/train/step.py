@@ -3,7 +3,7 @@
 Afterwards each rank holds the gradients of its parameters, summed over the whole batch. Nothing here steps the optimizer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from holdfast.parallel.data import GradientSum
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding, build_schedule
 from holdfast.parallel.tensor import reduce_partial_gradients, transformer_layers
+from holdfast.parallel.zero import GradientScatter
 from holdfast.system.progress import log
-from holdfast.train.captured_pass import EAGER_PASSES, CapturedPass
+from holdfast.train.captured_pass import EAGER_STEPS, CapturedPass, milliseconds
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PassInputs:
     loss_inputs: dict[str, Tensor]
     """Arguments of the last stage: labels, weights."""
     target_counts: Tensor | None
-    """Number of targets of each term of the model's output, [terms] on the CPU. None: one term over all tokens."""
+    """Number of targets of each term of the model's output, [terms] on the CPU, or [1] for all. None: all over all tokens."""
 
     def keywords(self, last_stage: bool) -> dict[str, Tensor]:
         return {**self.stage_inputs, **self.loss_inputs} if last_stage else self.stage_inputs
@@ -54,6 +55,19 @@ def can_capture(stages: list[nn.Module], grid: Grid) -> bool:
     return grid.layout.world == 1 and grid.device.type == "cuda" and all(getattr(x, "fused", False) for x in layers)
 
 
+def _gradient_sums(
+    stages: list[nn.Module], grid: Grid, updated: Mapping[nn.Parameter, nn.Parameter]
+) -> list[GradientSum]:
+    """What sums the gradients of replicas; FSDP2 sums those of its shards itself."""
+    layout = grid.layout
+    if layout.shards_updates:  # per stage: the passes of two stages alternate, and buckets of both would wait for both
+        every_pass = layout.sharding == "optim_grads"
+        return [GradientScatter(list(stage.parameters()), updated, grid, every_pass) for stage in stages]
+    if layout.replica > 1 and layout.shard == 1:
+        return [GradientSum([p for stage in stages for p in stage.parameters()], grid.group("replica"))]
+    return []
+
+
 class ForwardBackward:
     """Forward and backward of this rank's stages over the micro batches of a step.
 
@@ -61,21 +75,29 @@ class ForwardBackward:
     """
 
     def __init__(
-        self, stages: list[nn.Module], grid: Grid, tied: TiedEmbedding, terms: Sequence[str], shapes: dict[str, Any]
+        self,
+        stages: list[nn.Module],
+        grid: Grid,
+        tied: TiedEmbedding,
+        updated: Mapping[nn.Parameter, nn.Parameter],
+        terms: Sequence[str],
+        shapes: dict[str, Any],
+        graph: bool | None = None,
     ) -> None:
         self._stages, self._grid, self._tied, self._shapes = stages, grid, tied, shapes
+        self._updated = list(updated.values())
         self._losses = [index for index, name in enumerate(terms) if name.endswith("loss")]
         self._zeros = torch.zeros(len(terms), device=grid.device)
         self._parameters = [p for stage in stages for p in stage.parameters()]
         self._schedules: dict[int, Any] = {}
         self._weights = self._means = self._zeros
         self.on_phase: Callable[[str], None] = lambda phase: None
-        self._sum: GradientSum | None = None
-        if grid.layout.replica > 1 and grid.layout.shard == 1:
-            self._sum = GradientSum(self._parameters, grid.group("replica"))
-        self._captures = can_capture(stages, grid)
+        self._sums = _gradient_sums(stages, grid, updated)
+        self._captures, self._measures = graph is not False and can_capture(stages, grid), graph is None
+        if graph and not self._captures and grid.rank == 0:
+            log("warning: --cuda-graph has no effect here: it needs a run on one GPU whose layers are Triton kernels")
         self._captured: CapturedPass | None = None
-        self._eager_passes = 0
+        self._eager_steps, self._eager_ms = 0, 0.0
 
     @property
     def has_loss(self) -> bool:
@@ -95,13 +117,13 @@ class ForwardBackward:
 
     def gradients(self, batch: Sequence[PassInputs], scale: float) -> Tensor:
         """This rank's share of each term's mean; afterwards `.grad` holds the gradient of scale × the sum of losses."""
-        if self._sum is not None:
-            self._sum.expect(len(batch))
+        for gradient_sum in self._sums:
+            gradient_sum.expect(len(batch))
         means = self._run(batch, scale, True)
         self.on_phase("communication")
-        if self._sum is not None:
-            self._sum.wait()
-        reduce_partial_gradients(self._parameters)
+        for gradient_sum in self._sums:
+            gradient_sum.wait()
+        reduce_partial_gradients(self._updated)
         self._tied.sum_gradients()
         return means / scale
 
@@ -120,34 +142,56 @@ class ForwardBackward:
         self._means = self._zeros
         if self._grid.layout.pipeline > 1:
             self._pipelined(batch, backward)
-        elif not (backward and self._captures and self._capture(batch)):
+        elif not (backward and self._captures and self._replayed(batch)):
             self._plain(batch, backward)
         return self._means if self.has_loss else self._zeros
 
-    def _capture(self, batch: Sequence[PassInputs]) -> bool:
-        """Runs the batch through a CUDA graph, recorded after a few eager passes; False if it must run eagerly."""
-        micro = batch[0]
-        inputs = {"x": micro.x, "weights": self._weights, **micro.keywords(last_stage=True)}
-        if len(batch) > 1 or "documents_BT" in inputs or (self._captured and not self._captured.takes(inputs)):
-            # For good: beside an eager pass the graph's memory would hold a second set of activations.
-            self._captures, self._captured = False, None
+    def _replayed(self, batch: Sequence[PassInputs]) -> bool:
+        """Runs the batch through a CUDA graph, recorded after a few eager steps; False if it must run eagerly."""
+        inputs = [{"x": one.x, "weights": self._weights, **one.keywords(last_stage=True)} for one in batch]
+        if "documents_BT" in inputs[0]:
+            self._captures, self._captured = False, None  # the host reads where documents end
             return False
-        self._eager_passes += 1
-        if self._eager_passes <= EAGER_PASSES:
+        if self._captured is not None and not self._captured.takes(inputs):
+            self._captured = None  # a graph of the earlier shape would hold a second set of activations
+        self._eager_steps += 1
+        if self._eager_steps < EAGER_STEPS:
+            return False
+        if self._eager_steps == EAGER_STEPS:
+            if not self._measures:
+                return False
+            self._eager_ms = milliseconds(lambda: self._plain(batch, True))
+            return True
+        if self._captured is None and not self._record(inputs):
             return False
         self.on_phase("forward and backward")
-        if self._captured is None:
-            try:
-                self._captured = CapturedPass(self._traced, self._parameters, inputs)
-            except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
-                log(f"warning: no CUDA graph of the pass ({reason}); training continues without it, at a lower speed")
-                self._captures, self._weights, self._means = False, inputs["weights"], self._zeros
-                for parameter in self._parameters:
-                    parameter.grad = None  # a part of them may be there
-                return False
+        assert self._captured is not None
         self._means = self._captured.replay(inputs)
         return True
+
+    def _record(self, inputs: list[dict[str, Tensor]]) -> bool:
+        """Records the graph; False if that fails, or if it is slower than launching kernel by kernel."""
+        weights, reason = self._weights, ""
+        try:
+            self._captured = CapturedPass(self._traced, self._parameters, inputs[0], accumulates=len(inputs) > 1)
+            if self._measures:
+                captured, self._measures = self._captured, False
+                graph_ms = min(milliseconds(lambda: captured.replay(inputs)) for _ in range(2))
+                log(
+                    f"forward and backward: {self._eager_ms:.1f} ms kernel by kernel, {graph_ms:.1f} ms as a CUDA graph"
+                )
+                # Single passes vary by a few percent, and the graph also spares the host.
+                reason = "it is slower" if graph_ms > 1.1 * self._eager_ms else ""
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            log(f"warning: no CUDA graph of the pass ({reason}); training continues without it, at a lower speed")
+        self._weights, self._means = weights, self._zeros
+        if not reason:
+            return True
+        self._captures, self._captured = False, None
+        for parameter in self._parameters:
+            parameter.grad = None  # a part of them may be there
+        return False
 
     def _traced(self, inputs: dict[str, Tensor]) -> Tensor:
         """What the graph records."""

@@ -1,8 +1,9 @@
 """Starts the ranks of this node with torchelastic, watches them, restarts them, and reports each failure once.
 
 One supervisor per node. When a rank dies, the supervisor kills the others at once (their state is in the snapshots) and starts
-all ranks again, up to `max_restarts` times. It does not restart after a user's mistake. A rank's output goes to its log
-(`rank_log`); the supervisor shows the end of the log when the rank fails.
+all ranks again, up to `max_restarts` times: forked from a process that has imported everything (`fork_server`), with
+`standby` in the spare processes that it keeps ready. It does not restart after a user's mistake. A rank's output goes to its log
+(`rank_log`); the supervisor shows its end when the rank fails.
 """
 
 import hashlib
@@ -12,10 +13,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import platformdirs
 import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -26,14 +31,22 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from holdfast.config import Config, config_to_toml
+from holdfast.snapshot.memory.run_memory import RunMemory
+from holdfast.snapshot.ranks.status_page import Phase
 from holdfast.system.atomic_files import publish_text
 from holdfast.system.cpu_features import avoid_amx_traps, explain_sigill, reports_amx
 from holdfast.system.errors import REFUSED, HoldfastError
 from holdfast.system.journal import BufferedJournal
 from holdfast.system.progress import count_of, log
+from holdfast.train.flight_records import FOLDER as FLIGHT
+from holdfast.train.flight_records import describe_records, ranks_text, record_environment, remove_if_empty
+from holdfast.train.forked_ranks import ForkServer
 from holdfast.train.rank_log import FOLDER_VARIABLE, last_lines, rank_log
-from holdfast.train.rendezvous import endpoint_of, wait_for_nodes
+from holdfast.train.rank_processes import RankProcesses, rank_environments
+from holdfast.train.rendezvous import LOCAL_HOST, endpoint_of, serve_one_node, wait_for_nodes
 from holdfast.train.run_folder.result import describe_end
+from holdfast.train.standby import Spares
+from holdfast.train.timeline import now_text
 
 MONITOR_SECONDS = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -63,19 +76,31 @@ def run_ranks(config: Config) -> None:
 
 def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
     parallel = config.parallel
-    endpoint = endpoint_of(parallel)
-    store = None  # node 0 serves it as long as it is referenced
-    if parallel.nnodes > 1 and endpoint:
+    host, port = endpoint_of(parallel) or (LOCAL_HOST, 0)
+    # Node 0 serves the store as long as it is referenced.
+    if parallel.nnodes > 1:
         limit = parallel.distributed_timeout_minutes * 60
-        store = wait_for_nodes(*endpoint, parallel.node_rank, parallel.nnodes, limit)
+        store = wait_for_nodes(host, port, parallel.node_rank, parallel.nnodes, limit)
+    else:
+        store = serve_one_node(port)
+        host, port = LOCAL_HOST, store.port
     logs.mkdir(parents=True, exist_ok=True)
     events = BufferedJournal(folder / "events.jsonl") if folder else None
     with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as work:
         resolved = Path(work) / "config.toml"
         publish_text(resolved, config_to_toml(config))
         _set_environment(config, logs)
-        supervisor = Supervisor(_spec(config, resolved), work, events, logs)
+        spares = None
+        if config.parallel.standby:
+            command = (sys.executable, "-u", "-m", "holdfast.train.spare", str(resolved))
+            spares = Spares(command, config.parallel.nproc_per_node, logs)
+        fork_server = None
+        if config.parallel.fork_server and config.parallel.max_restarts > 0:
+            fork_server = ForkServer((sys.executable, "-u", "-m", "holdfast.train.fork_server", str(resolved)), logs)
+        progress = RankProgress(folder, config.snapshot.snapshot_dir) if folder else None
+        supervisor = Supervisor(_spec(config, resolved, host, port), work, events, logs, progress, spares, fork_server)
         try:
+            _raise_on_signals()
             result = supervisor.run()
         except SignalException as stopped:
             where = f"; the same command continues from {folder}" if folder else "; nothing was kept (no --save)"
@@ -88,11 +113,23 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
         raise HoldfastError(supervisor.refusal or _describe_failures(supervisor.causes, logs))
 
 
+def _raise_on_signals() -> None:
+    """As torchelastic does from the first start of the ranks on: the fork server, which starts before, may take a while."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, stop)
+
+
 def _set_environment(config: Config, logs: Path) -> None:
     """Environment variables that the ranks inherit."""
     os.environ["HOLDFAST_SUPERVISED"] = "1"
     os.environ[FOLDER_VARIABLE] = str(logs.resolve())
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
+    _keep_compiled_code()
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // config.parallel.nproc_per_node)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -100,20 +137,31 @@ def _set_environment(config: Config, logs: Path) -> None:
         avoid_amx_traps()
 
 
-def _spec(config: Config, resolved: Path) -> WorkerSpec:
+def _keep_compiled_code() -> None:
+    """Has torch.compile and Triton keep their code in the user's cache folder: /tmp is emptied between jobs, and is not private.
+
+    Not in $HOLDFAST_CACHE, which several users may share: what is kept there is executed."""
+    folder = Path(platformdirs.user_cache_dir("holdfast", appauthor=False)) / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return  # torch's own folders
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def _spec(config: Config, resolved: Path, host: str, port: int) -> WorkerSpec:
     parallel = config.parallel
-    static = parallel.nnodes > 1
-    endpoint = parallel.rdzv_endpoint or "127.0.0.1:0"
-    host, _, port = endpoint.rpartition(":")
     run_id = hashlib.blake2b((config.train.save or "").encode(), digest_size=6).hexdigest()
-    options: dict[str, Any] = {"rank": parallel.node_rank, "timeout": 900} if static else {}
+    # "c10d", for nodes that come and go, takes half a second for a restart: it inspects its own stack, and sleeps at random.
     parameters = RendezvousParameters(
-        backend="static" if static else "c10d",
-        endpoint=endpoint,
+        backend="static",
+        endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         run_id=run_id,
         min_nodes=parallel.nnodes,
         max_nodes=parallel.nnodes,
-        **options,
+        rank=parallel.node_rank,
+        timeout=900,
     )
     return WorkerSpec(
         role="holdfast",
@@ -122,45 +170,113 @@ def _spec(config: Config, resolved: Path) -> WorkerSpec:
         args=("-u", "-m", "holdfast.train", str(resolved)),
         rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
         max_restarts=parallel.max_restarts,
-        monitor_interval=MONITOR_SECONDS,
-        master_addr=host if static else None,
-        master_port=int(port) if static else None,
+        monitor_interval=0.001,  # `_monitor_workers` waits
+        master_addr=host,
+        master_port=port,
     )
 
 
 class Supervisor(LocalElasticAgent):
     """An elastic agent that reports failures as they happen and does not restart after a user's mistake."""
 
-    def __init__(self, spec: WorkerSpec, work: str, events: BufferedJournal | None, logs: Path) -> None:
+    _spares: Spares | None = None
+    _fork_server: ForkServer | None = None
+    _records: Path | None = None
+    """Folder for the flight records of this start."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        work: str,
+        events: BufferedJournal | None,
+        logs: Path,
+        progress: "RankProgress | None",
+        spares: Spares | None,
+        fork_server: ForkServer | None,
+    ) -> None:
         super().__init__(
             spec=spec, logs_specs=DefaultLogsSpecs(log_dir=work), start_method="spawn", exit_barrier_timeout=30
         )
-        self._events, self._logs = events, logs
+        self._events, self._logs, self._progress = events, logs, progress
+        self._spares, self._fork_server = spares, fork_server
+        if fork_server:
+            fork_server.start()
         self.refusal: str | None = None
         self.causes: list[str] = []
+        self._failed_at: str | None = None
+        self._run = events.path.parent if events else None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._fork_server:
+            self._fork_server.wait_until_ready()
         # A signal between two starts would lose the ranks started so far. Ranks inherit the mask and unblock the signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
-            return started
+            spec, restart = worker_group.spec, worker_group.spec.max_restarts - self._remaining_restarts
+            environments = rank_environments(worker_group, restart, self._failed_at)
+            self._keep_records(environments, restart)
+            command = (str(spec.entrypoint), *spec.args)
+            self._pcontext = RankProcesses(command, environments, self._logs_specs, self._spares, self._fork_server)
+            self._pcontext.start()
+            pids = self._pcontext.pids()
+            if self._progress:
+                self._progress.watch(set(pids.values()))
+            return pids
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _keep_records(self, environments: dict[int, dict[str, str]], restart: int) -> None:
+        """Has torch write flight records of this start into the run folder."""
+        if self._run is None:
+            return
+        if self._records is not None:
+            remove_if_empty(self._records)
+        self._records = self._run / FLIGHT / f"{int(time.time())}-{restart}"
+        variables = record_environment(self._records)
+        for environment in environments.values():
+            environment.update(variables)
+
+    def _describe_records(self) -> dict[str, Any]:
+        if self._run is None or self._records is None:
+            return {}
+        here = [worker.global_rank for worker in self._worker_group.workers]
+        return describe_records(self._records, self._run, here)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *more: Any, **options: Any) -> None:
         # Ranks handle SIGTERM: during start-up it ends them without a traceback, later they stop after the same step.
-        super()._shutdown(signal.SIGTERM if death_sig == signal.SIGINT else death_sig, timeout)
+        # `more` is a timeout in newer versions of torch, nothing in 2.11.
+        for helper in (self._spares, self._fork_server):
+            if helper:
+                helper.close()
+        super()._shutdown(signal.SIGTERM if death_sig == signal.SIGINT else death_sig, *more, **options)
+        if self._records is not None:
+            remove_if_empty(self._records)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert isinstance(self._pcontext, RankProcesses)
+        self._pcontext.wait_for_end(MONITOR_SECONDS)
+        if self._made_a_step():
+            self._failed_at = None
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY and self._made_a_step():
+            for helper in (self._spares, self._fork_server):
+                if helper:
+                    helper.keep()
         if result.state == WorkerState.FAILED:
+            self._failed_at = self._failed_at or now_text()
             self._record(result.failures)
+            if self._fork_server and self._pcontext.forked and not self._made_a_step():
+                log("no rank is forked from now on: the ones that failed had completed no step")
+                self._fork_server.close()
+                self._fork_server = None
         return result
 
+    def _made_a_step(self) -> bool:
+        return self._progress is not None and self._progress.made_a_step()
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        # The surviving ranks hang in a collective with the dead one: waiting for them is useless.
-        self._shutdown(signal.SIGKILL)
+        # They may hang in a collective with a rank that another node lost: waiting for them is useless.
+        super()._shutdown(signal.SIGKILL)
 
     def _record(self, failures: dict[int, ProcessFailure]) -> None:
         causes = {rank: describe_failure(failure) for rank, failure in failures.items()}
@@ -174,12 +290,15 @@ class Supervisor(LocalElasticAgent):
         if failure.exitcode == -signal.SIGILL:  # the same instruction would trap again
             self.refusal = f"rank {rank}: {cause}"
             self._remaining_restarts = 0
+        records = self._describe_records()
+        if records.get("missing_ranks"):
+            cause += f"; {records['collective']} waited for {ranks_text(records['missing_ranks'])}"
         self.causes.append(f"rank {rank}: {cause}")
         if not self.refusal:
             self._report(rank, failure, cause)
         if self._events:
             # The keeper records deaths too, with the step of each rank; only the parent knows how a process ended.
-            self._events.event("failure", kind="exit", rank=rank, cause=cause, exit_code=failure.exitcode)
+            self._events.event("failure", kind="exit", rank=rank, cause=cause, exit_code=failure.exitcode, **records)
 
     def _report(self, rank: int, failure: ProcessFailure, cause: str) -> None:
         left = count_of(self._remaining_restarts, "restart")
@@ -192,6 +311,34 @@ class Supervisor(LocalElasticAgent):
         lines = last_lines(path)
         if lines:
             log("\n".join([f"the end of {path}:", *(f"  | {line}" for line in lines)]))
+
+
+class RankProgress:
+    """Whether the ranks of this node have completed a step since they were started, read from their status pages."""
+
+    def __init__(self, folder: Path, memory: str) -> None:
+        self._memory = RunMemory.of(folder.resolve().name, folder, memory)
+        self.watch(set())
+
+    def watch(self, processes: set[int]) -> None:
+        """Begins again, with these processes."""
+        self._processes, self._first, self._made = processes, -1, False
+
+    def made_a_step(self) -> bool:
+        if self._made:
+            return True
+        try:
+            pages = [page for page in self._memory.pages().values() if page["process"] in self._processes]
+        except OSError:  # a rank that cannot use the memory either says why
+            return False
+        if len(pages) < len(self._processes) or any(page["phase"] < Phase.TRAINING for page in pages):
+            return False
+        step = min(page["step"] for page in pages)
+        if self._first < 0:
+            self._first = step
+        # `ready`: the newest snapshot since the start. Without one (a longer interval) two looks show that steps were done.
+        self._made = step > self._first or all(page["ready"] >= 0 for page in pages)
+        return self._made
 
 
 def describe_failure(failure: ProcessFailure) -> str:

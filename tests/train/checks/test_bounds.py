@@ -34,6 +34,8 @@ def test_the_defaults_are_in_range():
         ("optimizer", {"lr": 1e-4, "min_lr": 1e-3}, "--min-lr 0.001 must not exceed --lr 0.0001"),
         ("parallel", {"nproc_per_node": 0}, "--nproc-per-node 0 must be at least 1"),
         ("parallel", {"nnodes": 2, "node_rank": 2}, "--node-rank 2 must be below --nnodes 2"),
+        ("train", {"seed": 2**32}, "--seed 4294967296 must be between 0 and 4294967295"),
+        ("train", {"seed": 10**400}, "must be between 0 and 4294967295"),
         ("train", {"rampup_batch_size": (8, -8, 100)}, "--rampup-batch-size -8 must be at least 0"),
     ],
 )

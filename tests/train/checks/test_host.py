@@ -25,6 +25,14 @@ def test_a_snapshot_folder_on_a_disk_is_warned_of(tmp_path):
     assert "--snapshot-dir /proc/self is on proc, not in memory" in warning
 
 
+def test_mount_points_may_have_any_name(tmp_path):
+    folder, table = tmp_path / "über uns", tmp_path / "mounts"
+    point = str(folder).replace(" ", "\\040").encode()
+    table.write_bytes(b"disk / ext4 rw 0 0\nother /\xff xfs rw 0 0\nmemory " + point + b" ramfs rw 0 0\n")
+    assert file_system_of(folder / "inside", table) == "ramfs"
+    assert file_system_of(tmp_path, table) == "ext4"
+
+
 def test_a_run_without_save_is_warned_of():
     (warning,) = check_host(Config())
     assert "no --save: this run keeps nothing" in warning

@@ -165,6 +165,8 @@ def test_equal_data_by_another_path_is_the_same_run(work, tmp_path, monkeypatch)
         (work / f"corpus_text_document.{ending}").rename(tmp_path / f"moved.{ending}")
     start(given(str(tmp_path / "moved")))
     assert read_config(work / "run" / "config.toml").data.data_path == (str(tmp_path / "moved"),)
+    with pytest.raises(HoldfastError, match="holds another run: packing was 'concatenate' and is 'best-fit'"):
+        start(replace(config, data=replace(given(str(tmp_path / "moved")).data, packing="best-fit")))
     with pytest.raises(HoldfastError, match="holds another run: data_path was .* other data"):
         preprocess([work / "corpus.jsonl"], work / "other", vocab_file=work / "tokenizer/vocab.json",
                    merge_file=work / "tokenizer/merges.txt", workers=1)  # fmt: skip

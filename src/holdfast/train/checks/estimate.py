@@ -14,7 +14,6 @@ TENSOR_SHARDED = (
     "word_embeddings.",
     "output_layer.",
 )
-STATE_BYTES = 12  # fp32 weight and two Adam moments
 
 
 def parameters_per_rank(config: Config, layout: ParallelLayout) -> list[int]:
@@ -28,6 +27,12 @@ def parameters_per_rank(config: Config, layout: ParallelLayout) -> list[int]:
             tensor = layout.tensor if any(piece in name for piece in TENSOR_SHARDED) else 1
             counts[stage % layout.pipeline] += -(-parameter.numel() // (tensor * layout.shard))
     return counts
+
+
+def bytes_per_parameter(layout: ParallelLayout) -> tuple[float, float]:
+    """Bytes of weight and optimizer (two Adam moments), and of the gradient, for each parameter on a rank. All are fp32."""
+    shards = layout.replica if layout.shards_updates else 1
+    return 4 + 8 / shards, 4 / (shards if layout.sharding == "optim_grads" else 1)
 
 
 def activation_bytes(config: Config, layout: ParallelLayout) -> int:
@@ -71,13 +76,14 @@ def describe(config: Config, layout: ParallelLayout) -> str:
         f"activations kept on a rank of the first stage: about {activation_bytes(config, layout) / 2**30:.2f} GiB",
     ]
     per_stage = layout.world // layout.pipeline
+    state, gradient = bytes_per_parameter(layout)
     for place, count in enumerate(counts):
         own = [stages[stage] for stage in range(place, len(stages), layout.pipeline)]
         layers = ", ".join(f"{stage.start}-{stage.stop - 1}" if len(stage) else "none" for stage in own)
         ranks = f"{place * per_stage}-{(place + 1) * per_stage - 1}" if per_stage > 1 else f"{place}"
         lines.append(
             f"pipeline rank {place} (ranks {ranks}): layers {layers}; per rank {count:,} parameters, "
-            f"{count * STATE_BYTES / 2**30:.2f} GiB weights and optimizer, {count * 4 / 2**30:.2f} GiB gradients"
+            f"{count * state / 2**30:.2f} GiB weights and optimizer, {count * gradient / 2**30:.2f} GiB gradients"
         )
     lines += rank_lines(layout)
     return "\n".join(lines)

@@ -1,11 +1,13 @@
 """What this host must provide before ranks start: a memory file system for snapshots and, on node 0, a free port."""
 
+import re
 from pathlib import Path
 
 from holdfast.config import Config
 from holdfast.system.errors import HoldfastError
 from holdfast.train.rendezvous import check_port
 
+MOUNTS = Path("/proc/self/mounts")
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
@@ -34,13 +36,13 @@ def check_memory(folder: str) -> list[str]:
     ]
 
 
-def file_system_of(path: Path) -> str:
+def file_system_of(path: Path, table: Path = MOUNTS) -> str:
     """The type of the file system that holds a path, as the kernel names it (ext4, tmpfs, ...)."""
     best, kind = "", "an unknown file system"
     real = str(path.resolve())
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        point, found = line.split()[1:3]
-        point = point.encode().decode("unicode_escape")  # spaces are written as \040
+    for line in table.read_text(errors="surrogateescape").split("\n")[:-1]:
+        point, found = line.split(" ")[1:3]
+        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), point)  # spaces are written as \040
         if len(point) >= len(best) and (real == point or real.startswith(point.rstrip("/") + "/")):
             best, kind = point, found
     return kind

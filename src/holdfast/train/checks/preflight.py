@@ -7,16 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.assets import fetching
-from holdfast.config import Config, read_config
+from holdfast.config import Config, DataConfig, read_config
 from holdfast.parallel.layout import ParallelLayout, check_layout, layout_of
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
 from holdfast.tokenizers import Tokenizer, build_tokenizer, read_recipe
 from holdfast.tokenizers.folder import FILE_KEYS, describe, recipe_of
 from holdfast.train.checks.bounds import check_bounds
+from holdfast.train.checks.eval_prompts import check_eval_samples
+from holdfast.train.learning_rates import parse_factors
+from holdfast.train.profiling import profiled_steps
 from holdfast.train.run_folder.identity import adopt_tokenizer, differences, tokenizer_names
 from holdfast.train.schedule import batches_of, schedule_of
+from holdfast.train.trackers.process import check_trackers
+
+DOCUMENT_KEYS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 def tokenizer_of(config: Config) -> Tokenizer | None:
@@ -24,11 +29,7 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     data = config.data
     if not (data.vocab_file or data.merge_file or data.tokenizer_model):
         return None
-    vocab, merges, model = (
-        None if name is None else fetching.resolve(name, role)
-        for name, role in ((data.vocab_file, "vocab"), (data.merge_file, "merges"), (data.tokenizer_model, None))
-    )
-    return build_tokenizer(data.tokenizer_type, vocab, merges, model)
+    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
 
 
 def resolve(config: Config, world: int | None = None, vocab_size_given: bool = False) -> tuple[Config, ParallelLayout]:
@@ -37,14 +38,23 @@ def resolve(config: Config, world: int | None = None, vocab_size_given: bool = F
     `vocab_size_given`: the user gave vocab_size on the command line, and not only in a file made for another tokenizer.
     """
     check_bounds(config)
+    check_trackers(config.log, config.train.save)
+    profiled_steps(config.log.profile)
+    parse_factors(config.optimizer.lr_mult)
     layout = layout_of(config.parallel, world)
     config = adopt_tokenizer(config)
     tokenizer = tokenizer_of(config)
+    check_eval_samples(config, tokenizer)
+    if config.model.model_type == "gpt":
+        check_document_ends(config.data, tokenizer)
     vocab_size = config.model.vocab_size
     if tokenizer is not None:
         vocab_size = choose_vocab_size(config, tokenizer.vocab_size, vocab_size_given)
     if vocab_size is None:
-        raise HoldfastError("give vocab_size, or the tokenizer (vocab_file and merge_file, or tokenizer_model)")
+        raise HoldfastError(
+            "give vocab_size, or the tokenizer (vocab_file and merge_file, or tokenizer_model); to start from your own text: "
+            "holdfast init my-model --input corpus.jsonl"
+        )
     positions = config.model.max_position_embeddings or config.data.seq_length
     batch = config.train.global_batch_size or config.train.micro_batch_size * layout.data
     config = replace(
@@ -57,6 +67,16 @@ def resolve(config: Config, world: int | None = None, vocab_size_given: bool = F
         check_bert(config)
     schedule_of(config, batches_of(config, layout.data))
     return config, layout
+
+
+def check_document_ends(data: DataConfig, tokenizer: Tokenizer | None) -> None:
+    """Refuses keys that need the end-of-document token, if the run does not know it. Packed samples know where documents end."""
+    keys = ("eod_mask_loss",) if data.packing == "best-fit" else DOCUMENT_KEYS
+    needing = [key for key in keys if getattr(data, key)]
+    if needing and (tokenizer is None or tokenizer.eod is None):
+        files = "give the tokenizer (vocab_file and merge_file, or tokenizer_model)"
+        cause = files if tokenizer is None else "the tokenizer has none"
+        raise HoldfastError(f"{' and '.join(needing)} need the end-of-document token: {cause}")
 
 
 def choose_vocab_size(config: Config, tokens: int, given: bool) -> int:
@@ -82,9 +102,15 @@ def check_bert(config: Config) -> None:
     problems = []
     if model.position_embedding_type != "learned_absolute":
         problems.append("BERT has learned positions: leave position_embedding_type unset")
-    for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+    for key in DOCUMENT_KEYS:
         if getattr(data, key):
             problems.append(f"{key} applies to GPT, whose samples cross documents; leave it unset for BERT")
+    if data.packing != "concatenate":
+        problems.append("packing applies to GPT; BERT samples hold whole sentences: leave it unset")
+    if config.optimizer.z_loss:
+        problems.append("z_loss applies to GPT; leave it unset for BERT")
+    if data.seq_length < 5:
+        problems.append(f"seq_length {data.seq_length} has no room for two segments between three special tokens")
     if not 0 < data.masked_lm_prob <= 1:
         problems.append(f"masked_lm_prob {data.masked_lm_prob} is not a fraction above 0 and at most 1")
     if problems:

@@ -35,7 +35,7 @@ from holdfast.train.run_folder.paths import existing
 # Keys that decide what is computed. Others (length, layout, reporting) may differ between two starts of one run.
 IDENTITY: Mapping[str, tuple[str, ...] | None] = {
     "model": None,  # all of it
-    "data": ("split", "seq_length"),
+    "data": ("split", "seq_length", "packing"),
     "train": ("seed",),
 }
 TOKENIZER, DATA = "tokenizer", "data.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.config import Config, config_to_toml, read_config
 from holdfast.snapshot.memory.run_memory import RunMemory
-from holdfast.system.atomic_files import publish_text
+from holdfast.system.atomic_files import publish_text, remove_temporaries
 from holdfast.system.errors import HoldfastError
 from holdfast.system.run_claim import FOLDER as CLAIM_FOLDER
 from holdfast.system.run_claim import LEAVE_SECONDS, claim_run
@@ -30,6 +30,8 @@ def open_run_folder(config: Config) -> Iterator[Config]:
     with claim_run(folder, f"node-{node}"):
         check_run_folder(config)  # again: another start may have written the folder before this one claimed it
         refuse_live_ranks(folder, config.snapshot.snapshot_dir)
+        if node == 0:  # of a start that was killed
+            remove_temporaries(folder / "config.toml")
         config = carry_identity(folder.absolute(), config)
         if node == 0:
             publish_text(folder / "config.toml", config_to_toml(with_absolute_paths(config)))

@@ -24,7 +24,12 @@ def with_absolute_paths(config: Config) -> Config:
             merge_file=data.merge_file and existing(data.merge_file),
             tokenizer_model=data.tokenizer_model and existing(data.tokenizer_model),
         ),
-        train=replace(train, save=train.save and absolute(train.save), load=train.load and absolute(train.load)),
+        train=replace(
+            train,
+            save=train.save and absolute(train.save),
+            load=train.load and absolute(train.load),
+            eval_prompts=train.eval_prompts and absolute(train.eval_prompts),
+        ),
     )
 
 
