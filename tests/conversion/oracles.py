@@ -1,34 +1,56 @@
-"""Transformers as oracle in double precision: what it casts to fp32 on the way is done in fp64 here, with its own settings."""
+"""Transformers as oracle in double precision: its own code, run with every mention of fp32 read as fp64."""
+
+import sys
+from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForPreTraining
+from transformers import AutoModelForCausalLM, AutoModelForPreTraining, modeling_rope_utils
 
 
-class WideRotary(torch.nn.Module):
-    """What LlamaRotaryEmbedding computes, without its detour through fp32."""
+class WideTorch:
+    """The torch module, where float and float32 are float64."""
 
-    def __init__(self, config):
+    float = float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@contextmanager
+def wide(*modules):
+    """Makes modules of transformers compute in fp64 what they would cast to fp32: norms, rotary tables, their scaling."""
+    modules = [modeling_rope_utils, *modules]
+    usual, narrow = torch.get_default_dtype(), torch.Tensor.float
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double  # Gemma's norms call the method
+    for module in modules:
+        module.torch = WideTorch()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
+        torch.Tensor.float = narrow
+        for module in modules:
+            module.torch = torch
+
+
+class WideModel(torch.nn.Module):
+    """A model of transformers that computes in fp64 throughout."""
+
+    def __init__(self, model, module):
         super().__init__()
-        self.base, self.head = config.rope_parameters["rope_theta"], config.head_dim
+        self.model, self.module, self.config = model, module, model.config
 
-    def forward(self, x, position_ids):
-        frequencies = self.base ** (-torch.arange(0, self.head, 2, dtype=torch.float64) / self.head)
-        angles = torch.cat([position_ids[..., None].double() * frequencies] * 2, dim=-1)
-        return angles.cos(), angles.sin()
+    def forward(self, *arguments, **keywords):
+        with wide(self.module):
+            return self.model(*arguments, **keywords)
 
 
 def load_wide(folder, kind=AutoModelForCausalLM):
     """The model of a Hugging Face folder, in fp64 throughout."""
-    model = kind.from_pretrained(folder, dtype=torch.float64).eval()
-    if model.config.model_type == "llama":
-        model.model.rotary_emb = WideRotary(model.config)
-        for parent in [model.model, *model.model.layers]:
-            for name, child in list(parent.named_children()):
-                if "RMSNorm" in type(child).__name__:
-                    norm = torch.nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64)
-                    norm.weight = child.weight
-                    setattr(parent, name, norm)
-    return model
+    module = sys.modules[type(kind.from_pretrained(folder)).__module__]
+    with wide(module):
+        return WideModel(kind.from_pretrained(folder, dtype=torch.float64).eval(), module)
 
 
 def load_wide_bert(folder):

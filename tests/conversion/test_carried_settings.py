@@ -12,6 +12,7 @@ from holdfast.conversion.command import ConvertOptions
 from holdfast.conversion.converting import run_conversion
 from holdfast.conversion.megatron.write import stage_sizes
 from holdfast.conversion.sources import read_model
+from tests.conversion.families import build_family
 from tests.conversion.huggingface.test_huggingface import build
 from tests.conversion.megatron_files import Spec, make_truth, write_megatron
 
@@ -19,6 +20,12 @@ from tests.conversion.megatron_files import Spec, make_truth, write_megatron
 def load(path):
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(path, weights_only=True)
+
+
+def test_layers_without_a_window_are_a_list_that_torch_loads_safely(tmp_path):
+    build_family("qwen2-windows").save_pretrained(tmp_path / "hf")
+    megatron = convert(tmp_path / "hf", tmp_path / "megatron", to="megatron")
+    assert load(megatron / "release/mp_rank_00/model_optim_rng.pt")["args"].window_attn_skip_freq == [0, 1]
 
 
 @pytest.mark.parametrize(

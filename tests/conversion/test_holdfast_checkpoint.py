@@ -96,10 +96,12 @@ def test_a_single_checkpoint_folder_without_its_run_is_enough(tmp_path):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (replace(GPT2_TINY, num_query_groups=2), "grouped queries"),
-        (replace(GPT2_TINY, disable_bias_linear=True), "without biases"),
-        (replace(GPT2_TINY, kv_channels=16), "kv_channels"),
-        (replace(GPT2_TINY, normalization="RMSNorm"), "RMSNorm with learned positions"),
+        (replace(GPT2_TINY, num_query_groups=2), "gpt2, has num_query_groups = 4, not 2"),
+        (replace(GPT2_TINY, disable_bias_linear=True), "gpt2, has disable_bias_linear = False, not True"),
+        (replace(GPT2_TINY, kv_channels=16), "gpt2, has kv_channels = 8, not 16"),
+        (replace(GPT2_TINY, normalization="RMSNorm"), "gpt2, has normalization = LayerNorm, not RMSNorm"),
+        (replace(LLAMA_TINY, attn_logit_softcapping=5.0), "llama, has attn_logit_softcapping = 0.0, not 5.0"),
+        (replace(LLAMA_TINY, use_parallel_residual=True), "llama, has use_parallel_residual = False, not True"),
     ],
 )
 def test_what_hugging_face_cannot_say_is_refused_with_the_reason(tmp_path, model, reason):

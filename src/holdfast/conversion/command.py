@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from holdfast.command_line.flags import positional
-from holdfast.config import TokenizerType
+from holdfast.command_line.results import print_result
+from holdfast.tokenizers.options import TokenizerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
+class ConvertOptions(TokenizerOptions):
     """Convert a checkpoint between Megatron, Hugging Face and Holdfast, exactly and without running code from it.
 
     The format of the source is recognised: a release zip, a .pt file, a Megatron run or iteration folder (torch format of any
@@ -27,6 +28,7 @@ class ConvertOptions:
         "to": "format",
         "tensor_model_parallel_size": "output",
         "vocab_file": "source",
+        "true_vocab_size": "source",
         "verify": "checks and reporting",
     }
 
@@ -52,14 +54,6 @@ class ConvertOptions:
     """To hf: pytorch_model.bin instead of safetensors, for old readers."""
     keep_padding: bool = False
     """To hf: keep the rows of Megatron's vocabulary padding in a separate file, for an exact conversion back."""
-    vocab_file: str | None = None
-    """vocab.json (GPT-2) or vocab.txt (BERT) of the model's tokenizer, or a catalog name such as gpt2."""
-    merge_file: str | None = None
-    """merges.txt (GPT-2)."""
-    tokenizer_model: str | None = None
-    """tokenizer.json or its folder, a SentencePiece model or a tiktoken file, instead of the two above."""
-    tokenizer_type: TokenizerType | None = None
-    """Kind of the tokenizer. Unset: that of the source, or what its files show."""
     true_vocab_size: int | None = None
     """Number of tokens without padding, where no tokenizer gives it, or a run has more rows than its tokenizer."""
     num_attention_heads: int | None = None
@@ -85,9 +79,5 @@ def convert(options: ConvertOptions) -> None:
         log(f"note: {note}")
     if report.verification is not None:
         log(f"verified: {report.verification['summary']}")
-    if options.json:
-        import orjson
-
-        print(orjson.dumps(vars(report) | {"destination": str(report.destination)}).decode())
-    else:
-        print(report.destination)
+    path = str(report.destination)
+    print_result(vars(report) | {"destination": path}, path, options.json, indent=False)

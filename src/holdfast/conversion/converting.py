@@ -16,7 +16,7 @@ from holdfast.conversion.stream import WritePlan, write_plan
 from holdfast.conversion.tensors import DTYPE_NAMES
 from holdfast.system.atomic_files import publish_folder
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.tokenizers.folder import FILE_KEYS, KEYS
+from holdfast.tokenizers.folder import FILE_KEYS
 
 if TYPE_CHECKING:
     from holdfast.conversion.huggingface.tokenizer_files import TokenizerFiles
@@ -96,7 +96,7 @@ def choose_vocabulary(model: Model, options: ConvertOptions) -> tuple[Model, "To
     """The model with its true vocabulary size, and the tokenizer: from the flags, else from what the source names."""
     from holdfast.conversion.huggingface.tokenizer_files import choose_tokenizer, read_tokenizer
 
-    given = {key: getattr(options, key) for key in KEYS}
+    given = options.tokenizer_names()
     flags = any(given[key] for key in FILE_KEYS)
     names = choose_tokenizer(model.tokenizer, model.architecture.model_type, **given)
     tokenizer = None
@@ -104,7 +104,8 @@ def choose_vocabulary(model: Model, options: ConvertOptions) -> tuple[Model, "To
         tokenizer = read_tokenizer(names, model.architecture.max_position_embeddings)
         model.notes.extend(tokenizer.notes)
     elif names:
-        model.notes.append("the tokenizer that the source names no longer exists")
+        missing = ", ".join(names[key] for key in FILE_KEYS if key in names)
+        model.notes.append(f"the tokenizer that the source names is not there ({missing}): give its files with flags")
     if flags:
         # The special ids of the given tokenizer replace those of the source.
         generation = {name: value for name, value in model.generation.items() if not name.endswith("_token_id")}
@@ -114,7 +115,7 @@ def choose_vocabulary(model: Model, options: ConvertOptions) -> tuple[Model, "To
 
 def _with_true_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles | None") -> Model:
     if wanted is not None and wanted < 1:
-        raise UsageError("--true-vocab-size must be positive")
+        raise UsageError(f"--true-vocab-size {wanted}: give 1 or more")
     # These may have more rows than their tokenizer has tokens; the user chooses which of them to keep.
     may_have_more = model.facts.get("kind") in ("holdfast", "huggingface")
     known = model.architecture.vocab_size

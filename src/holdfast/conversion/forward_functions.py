@@ -7,21 +7,22 @@ config.json or the run's configuration.
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
-from holdfast.conversion.arithmetic import Ids
+from holdfast.config import ModelConfig
+from holdfast.conversion.arithmetic import Ids, Rope
 from holdfast.conversion.files.budget import Budget
 from holdfast.conversion.files.raw_tensors import Array, RawTensor, floats, raw_of, raw_of_stored
 from holdfast.conversion.holdfast_checkpoint import config_of
 from holdfast.conversion.huggingface.forward import huggingface_forward
 from holdfast.conversion.huggingface.names import with_prefixes
 from holdfast.conversion.huggingface.read import read_json, read_weights
-from holdfast.conversion.megatron.forward import ForwardSettings, StageTensors, find, run_megatron
+from holdfast.conversion.megatron.forward import ForwardSettings, MegatronForward, StageTensors, find
 from holdfast.conversion.megatron.rank_files import flatten, iteration_folder, read_ranks
 from holdfast.conversion.megatron.torch_dist import DistributedCheckpoint, read_args
 from holdfast.conversion.sources import kind_of
@@ -50,11 +51,7 @@ def open_forward(
         settings, parts = _torch_dist(path, rounded, heads)
     else:
         settings, parts = _megatron(path, rounded, heads, version)
-
-    def run(ids: Ids, size: int, head: str | None) -> dict[str, Array]:
-        return run_megatron(settings, parts, ids, size, head)
-
-    return ForwardFunction(run, settings.activation, settings.head_activation)
+    return ForwardFunction(MegatronForward(settings, parts).run, settings.activation, settings.head_activation)
 
 
 def _huggingface(path: Path, rounded: str | None) -> ForwardFunction:
@@ -62,7 +59,7 @@ def _huggingface(path: Path, rounded: str | None) -> ForwardFunction:
     tensors, regions = read_weights(path, Budget())
     named = with_prefixes(config["model_type"], tensors)
     raw = {name: raw_of(tensor, lambda: drop_pages(regions), rounded) for name, tensor in named.items()}
-    stated = config.get("hidden_act" if "bert" in config["model_type"] else "activation_function", "gelu")
+    stated = config.get("activation_function", config.get("hidden_act", "gelu"))
     activation = "gelu" if stated == "gelu" else "gelu_tanh"
     return ForwardFunction(lambda ids, size, head: huggingface_forward(config, raw, ids, head), activation, activation)
 
@@ -141,7 +138,7 @@ def _settings(args: Mapping[str, Any], parts: list[StageTensors], heads: int | N
     openai = args.get("openai_gelu") is True and not mcore if args else not bert
     fused = args.get("bias_gelu_fusion") is True or args.get("bias_activation_fusion") is True
     trunk = "swiglu" if args.get("swiglu") is True else "gelu_tanh" if openai or fused else "gelu"
-    rotary = args.get("position_embedding_type") == "rope" or args.get("use_rotary_position_embeddings") is True
+    window, skip = args.get("window_size"), args.get("window_attn_skip_freq") or ()
     epsilon = args.get("norm_epsilon")
     epsilon = args.get("layernorm_epsilon") if epsilon is None else epsilon
     return ForwardSettings(
@@ -152,11 +149,32 @@ def _settings(args: Mapping[str, Any], parts: list[StageTensors], heads: int | N
         activation=trunk,
         head_activation="gelu_tanh" if openai and args else "gelu",
         rms=args.get("normalization") == "RMSNorm",
-        rotary_base=float(args.get("rotary_base") or 10000) if rotary else None,
+        rope=_megatron_rope(args),
+        window=int(window[0]) if window and window[0] >= 0 else None,
+        skip=(skip,) if isinstance(skip, int) else tuple(skip),
         tied=args.get("untie_embeddings_and_output_weights") is not True,
         bert=bert,
         version=float(version) if version is not None else 3.0 if mcore else 0.0,
     )
+
+
+def _megatron_rope(args: Mapping[str, Any]) -> Rope | None:
+    kind = str(args.get("position_embedding_type")).rsplit(".", 1)[-1]
+    if kind not in ("rope", "yarn") and args.get("use_rotary_position_embeddings") is not True:
+        return None
+    rope = Rope(float(args.get("rotary_base") or 10000), float(args.get("rotary_percent") or 1))
+    linear = args.get("rotary_seq_len_interpolation_factor")
+    if kind == "yarn":
+        factor = float(args["yarn_rotary_scaling_factor"])
+        scales = [args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")]
+        scales = [1.0, 0.0] if None in scales else scales
+        above, below = (0.1 * float(scale) * math.log(factor) + 1 for scale in scales if scale is not None)
+        original = float(args["yarn_original_max_position_embeddings"])
+        betas = {"fast": float(args["yarn_beta_fast"]), "slow": float(args["yarn_beta_slow"])}
+        return replace(rope, kind="yarn", factor=factor, original=original, attention=above / below, **betas)
+    if args.get("use_rope_scaling") is True:
+        return replace(rope, kind="llama3", factor=float(args.get("rope_scaling_factor") or 8.0))
+    return replace(rope, kind="linear", factor=float(linear)) if linear else rope
 
 
 def _holdfast(path: Path, rounded: str | None) -> tuple[ForwardSettings, list[StageTensors]]:
@@ -173,15 +191,39 @@ def _holdfast(path: Path, rounded: str | None) -> tuple[ForwardSettings, list[St
         groups=config.num_query_groups or config.num_attention_heads,
         width=config.kv_channels or config.hidden_size // config.num_attention_heads,
         epsilon=config.norm_epsilon,
-        activation="swiglu" if config.swiglu else gelu,
+        activation="swiglu" if config.swiglu else gelu.replace("gelu", "geglu") if config.geglu else gelu,
         head_activation=gelu,
         rms=config.normalization == "RMSNorm",
-        rotary_base=config.rotary_base if config.position_embedding_type == "rope" else None,
+        rope=_rope_of(config) if config.position_embedding_type == "rope" else None,
+        window=config.window_size[0] if config.window_size else None,
+        skip=config.window_attn_skip_freq,
+        divisor=config.query_pre_attn_scalar,
+        score_bound=config.attn_logit_softcapping,
+        logit_bound=config.final_logit_softcapping,
+        norm_offset=1.0 if config.apply_layernorm_1p else 0.0,
+        word_factor=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
+        block_norms=config.post_block_norm,
+        parallel=config.use_parallel_residual,
         tied=not config.untie_embeddings_and_output_weights,
         bert=config.model_type == "bert",
         post_norm=config.model_type == "bert" and config.bert_variant == "original",
     )
     return settings, [[tensors]]
+
+
+def _rope_of(config: ModelConfig) -> Rope:
+    return Rope(
+        base=config.rotary_base,
+        share=config.rotary_percent,
+        kind=config.rope_scaling_type if config.use_rope_scaling else "default",
+        factor=config.rope_scaling_factor,
+        original=config.original_max_position_embeddings,
+        low=config.rope_low_freq_factor,
+        high=config.rope_high_freq_factor,
+        fast=config.yarn_beta_fast,
+        slow=config.yarn_beta_slow,
+        attention=config.yarn_attention_factor,
+    )
 
 
 def _checkpoint_tensor(checkpoint: Checkpoint, name: str, rounded: str | None) -> RawTensor:

@@ -3,10 +3,12 @@
 The invariant: `holdfast train --load` and `holdfast.checkpoint` read what is written here; every byte has its checksum.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from holdfast.checkpoint.layout import TensorSlice, lay_out
 from holdfast.checkpoint.manifest import (
@@ -18,7 +20,7 @@ from holdfast.checkpoint.manifest import (
     write_manifest,
 )
 from holdfast.checkpoint.plan import plan_hash
-from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
+from holdfast.checkpoint.reader import open_checkpoint
 from holdfast.config import Config, DataConfig, ModelConfig, config_from_tables, config_to_toml, read_config
 from holdfast.conversion.files.zips import map_file
 from holdfast.conversion.huggingface.tokenizer_files import check_size
@@ -31,6 +33,7 @@ from holdfast.conversion.model import (
     Model,
     check_complete,
     padded_size,
+    read_size,
     valid_ids,
 )
 from holdfast.conversion.stream import PlannedFile, WritePlan
@@ -53,8 +56,34 @@ def is_holdfast(path: Path) -> bool:
     return any(entry.name.startswith("step-") for entry in checkpoints.iterdir() if entry.is_dir())
 
 
+class TrainingState(Protocol):
+    """A state of a run: a checkpoint on disk, or a snapshot in memory."""
+
+    path: Path
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def shared(self) -> dict[str, Any]: ...
+    @property
+    def padded_rows(self) -> dict[str, int]: ...
+    def parts(
+        self, name: str, offset: Sequence[int], shape: Sequence[int]
+    ) -> Iterator[tuple[tuple[slice, ...], NDArray[Any]]]: ...
+    def drop_pages(self) -> None: ...
+
+
 def read_holdfast(path: Path) -> Model:
     checkpoint = open_checkpoint(path, untrusted=True)
+    origin = f"Holdfast checkpoint of step {checkpoint.step}, written by {checkpoint.world} ranks"
+    return model_of_state(path, checkpoint, origin)
+
+
+def model_of_state(path: Path, checkpoint: TrainingState, origin: str) -> Model:
+    """The model in a state of the run at `path`."""
     config = config_of(path, checkpoint)
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.tensors:
@@ -63,22 +92,22 @@ def read_holdfast(path: Path) -> Model:
             checkpoint.drop_pages()
     if WORD_EMBEDDINGS not in tensors:
         raise HoldfastError(f"{checkpoint.path} has no model.{WORD_EMBEDDINGS}: not a checkpoint of a language model")
-    true_size = checkpoint.shared.get("true_vocab_size") or checkpoint.manifest.padded_rows.get(WORD_EMBEDDINGS)
-    if true_size is None:
-        true_size = config.model.vocab_size
-    arch = architecture_of(config.model, tensors, int(true_size) if true_size else None)
+    stated = checkpoint.shared.get("true_vocab_size") or checkpoint.padded_rows.get(WORD_EMBEDDINGS)
+    sizes = {"true_vocab_size": stated or config.model.vocab_size}
+    true_size = read_size(sizes, "true_vocab_size", f"{checkpoint.path}: ") if sizes["true_vocab_size"] else None
+    arch = architecture_of(config.model, tensors, true_size)
     check_complete(arch, tensors, str(checkpoint.path))
     special_ids = checkpoint.shared.get("special_ids")
     moments = sum(name.startswith("optimizer.") for name in checkpoint.tensors)
     return Model(
         architecture=arch,
         tensors=tensors,
-        origin=f"Holdfast checkpoint of step {checkpoint.step}, written by {checkpoint.manifest.world} ranks",
+        origin=origin,
         iteration=checkpoint.step,
         facts={
             "kind": "holdfast",
             "step": checkpoint.step,
-            "world": checkpoint.manifest.world,
+            "world": checkpoint.world,
             "optimizer": moments > 0,
         },
         regions=[checkpoint],
@@ -89,7 +118,7 @@ def read_holdfast(path: Path) -> Model:
     )
 
 
-def config_of(path: Path, checkpoint: Checkpoint) -> Config:
+def config_of(path: Path, checkpoint: TrainingState) -> Config:
     """The configuration that the trainer put into the checkpoint; for others the run's config.toml."""
     tables = checkpoint.shared.get("config")
     if isinstance(tables, Mapping):
@@ -108,12 +137,12 @@ def config_of(path: Path, checkpoint: Checkpoint) -> Config:
     )
 
 
-def _run_folders(path: Path, checkpoint: Checkpoint) -> tuple[Path, ...]:
+def _run_folders(path: Path, checkpoint: TrainingState) -> tuple[Path, ...]:
     """Where a file of the run may be: RUN, RUN/checkpoints and RUN/checkpoints/step-... are given as `path`."""
     return path, checkpoint.path.parent, checkpoint.path.parent.parent
 
 
-def _tokenizer(path: Path, checkpoint: Checkpoint, data: DataConfig) -> dict[str, str]:
+def _tokenizer(path: Path, checkpoint: TrainingState, data: DataConfig) -> dict[str, str]:
     """The run's own copy; for a run without one the files that its configuration names."""
     for folder in _run_folders(path, checkpoint):
         for file in (folder / "tokenizer").glob("*"):
@@ -123,7 +152,7 @@ def _tokenizer(path: Path, checkpoint: Checkpoint, data: DataConfig) -> dict[str
     return {key: getattr(data, key) for key in KEYS if getattr(data, key)}
 
 
-def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+def _tensor(checkpoint: TrainingState, name: str) -> Tensor:
     dtype, shape = checkpoint.tensors[name]
     if dtype not in WIDTHS:
         raise HoldfastError(f"{checkpoint.path}: {name} has type {dtype}, which no weight has")
@@ -135,15 +164,28 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
         column = slices[1].start if len(slices) == 2 else 0
         bits = part.view(bits_type(dtype))
         pieces.append(MatrixPiece(row, column, bits if bits.ndim == 2 else bits.reshape(-1, 1)))
-    tensor = Tensor(tuple(shape), dtype, tuple(pieces), dtype)
+    tensor = Tensor(tuple(shape), dtype, tuple(_without_copies(pieces)), dtype)
     if not tensor.is_tiled():
         raise HoldfastError(f"{checkpoint.path}: the pieces of {name} overlap")
     return tensor
 
 
+def _without_copies(pieces: Sequence[MatrixPiece]) -> list[MatrixPiece]:
+    """Each row of a column range once: tensor-parallel ranks all save a norm, both ends of a pipeline the tied embedding."""
+    kept: list[MatrixPiece] = []
+    covered: dict[tuple[int, int], int] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.row):
+        columns, end = (piece.column, piece.bits.shape[1]), piece.row + piece.bits.shape[0]
+        first = max(piece.row, covered.get(columns, 0))
+        if first < end:
+            kept.append(MatrixPiece(first, piece.column, piece.bits[first - piece.row :]))
+            covered[columns] = end
+    return kept
+
+
 def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_size: int | None) -> Architecture:
     """The architecture of Holdfast's own models; sizes that the configuration leaves unset come from the tensors."""
-    stack, gate = "encoder" if config.model_type == "bert" else "decoder", "_gate" if config.swiglu else ""
+    stack, gate = "encoder" if config.model_type == "bert" else "decoder", "_gate" if config.gated else ""
     first = tensors.get(f"{stack}.layers.0.mlp.linear_fc1{gate}.weight")
     positions = tensors.get("embedding.position_embeddings.weight")
     sizes: dict[str, Any] = {
@@ -156,7 +198,6 @@ def architecture_of(config: ModelConfig, tensors: Mapping[str, Tensor], true_siz
     }
     return Architecture(
         head_activation="gelu_tanh" if config.openai_gelu else "gelu",
-        qkv_bias=not config.disable_bias_linear,
         **{**vars(config), **sizes},
     )
 

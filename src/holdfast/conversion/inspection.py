@@ -28,7 +28,9 @@ USUAL_NAMES = (
 ARCHITECTURE_FACTS = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
     "max_position_embeddings", "padded_vocab_size", "norm_epsilon", "activation", "head_activation", "normalization",
-    "rotary_base", "tied", "bias", "qkv_bias", "post_norm", "token_types", "hidden_dropout", "attention_dropout",
+    "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_type", "rope_scaling_factor", "qk_layernorm",
+    "window_size", "window_attn_skip_freq", "use_parallel_residual", "tied", "bias", "qkv_bias", "post_norm", "token_types",
+    "hidden_dropout", "attention_dropout",
 )  # fmt: skip
 BROKEN_OPCODES = 500_000
 """Of a file that could not be read as a model."""
@@ -39,7 +41,7 @@ def recognises(path: Path) -> bool:
 
 
 def describe(path: Path, samples: DocumentSamples) -> PathDescription:
-    """Everything that is known without converting; a file that cannot be a model is described as far as it goes."""
+    """Everything that is known without converting; a file that is not a model is described as far as it can be read."""
     kind = kind_of(path)
     try:
         model = read_model(path)
@@ -75,12 +77,29 @@ def _describe_model(kind: str, model: Model) -> PathDescription:
         + ", ".join(f"{dtype} × {count}" for dtype, count in dtypes.items()),
         f"  vocabulary {vocabulary}, {arch.padded_vocab_size:,} with padding",
         f"  {arch.activation}, {arch.normalization} with epsilon {arch.norm_epsilon:g}, "
-        f"{arch.position_embedding_type} positions, {'tied' if arch.tied else 'separate'} output matrix",
+        f"{arch.position_embedding_type} positions, {'tied' if arch.tied else 'separate'} output matrix{_options(arch)}",
         f"  optimizer state: {'yes' if model.facts.get('optimizer') else 'no'}",
         *(f"  {note}" for note in model.notes),
         *(f"  mentions {name}, which was not loaded" for name in odd),
     ]
     return PathDescription(facts, lines)
+
+
+def _options(arch: Architecture) -> str:
+    """The options of newer families that are on, in words."""
+    words = {
+        "scaled rotary frequencies": arch.use_rope_scaling,
+        f"{arch.rotary_percent:.0%} of each head rotated": arch.rotary_percent < 1,
+        "bias on queries, keys and values only": arch.qkv_bias and not arch.bias,
+        "norms on queries and keys": arch.qk_layernorm,
+        f"a window of {arch.window_size[0] + 1 if arch.window_size else 0:,} tokens": bool(arch.window_size),
+        "not in every layer": bool(arch.window_attn_skip_freq),
+        "parallel residual": arch.use_parallel_residual,
+        "norms before and after each block": arch.post_block_norm,
+        f"attention scores within ±{arch.attn_logit_softcapping:g}": bool(arch.attn_logit_softcapping),
+        f"logits within ±{arch.final_logit_softcapping:g}": bool(arch.final_logit_softcapping),
+    }
+    return "".join(f", {text}" for text, on in words.items() if on)
 
 
 def _architecture(arch: Architecture) -> dict[str, Any]:

@@ -5,12 +5,13 @@ shapes; nothing unknown, nothing missing. Query, key and value rows are [query g
 up projections are apart, vocabulary tables have `padded_vocab_size` rows.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from holdfast.config import ModelConfig
+from holdfast.config import ModelConfig, model_problems
 from holdfast.conversion.files.zips import Region, check_crc
 from holdfast.conversion.tensors import DTYPE_NAMES, Tensor, equal
 from holdfast.system.errors import HoldfastError
@@ -20,7 +21,9 @@ OUTPUT_LAYER = "output_layer.weight"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id")
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias")
 
-
+MAX_VOCAB_MULTIPLE = 1 << 20
+"""Beyond this a file is forged: padding rows are written one by one."""
+LARGEST_SIZE = 1 << 40
 MAX_LAYERS = 1 << 12
 MAX_HEADS = 1 << 12
 MAX_HEADS_IN_ALL = 1 << 15
@@ -48,19 +51,27 @@ class Architecture(ModelConfig):
     """Rows of the vocabulary tables."""
     head_activation: Literal["gelu", "gelu_tanh"] = "gelu"
     """GELU of BERT's language model head, which Megatron keeps exact when the trunk uses the tanh form."""
-    qkv_bias: bool = True
     token_types: int = 2
 
     def __post_init__(self) -> None:
         check_heads(self.num_layers, self.num_attention_heads)
+        if not 0 < self.make_vocab_size_divisible_by <= MAX_VOCAB_MULTIPLE:
+            raise HoldfastError(
+                f"make_vocab_size_divisible_by = {self.make_vocab_size_divisible_by}: give 1 to {MAX_VOCAB_MULTIPLE:,}"
+            )
+        if self.vocab_size is not None and not 0 < self.vocab_size <= self.padded_vocab_size:
+            raise HoldfastError(
+                f"the vocabulary has {self.vocab_size} tokens, but the embedding has only {self.padded_vocab_size} rows"
+            )
 
     @property
     def stack(self) -> str:
         return "decoder" if self.model_type == "gpt" else "encoder"
 
     @property
-    def activation(self) -> Literal["gelu", "gelu_tanh", "swiglu"]:
-        return "swiglu" if self.swiglu else "gelu_tanh" if self.openai_gelu else "gelu"
+    def activation(self) -> str:
+        gelu = "geglu" if self.geglu else "gelu"
+        return "swiglu" if self.swiglu else f"{gelu}_tanh" if self.openai_gelu else gelu
 
     @property
     def tied(self) -> bool:
@@ -69,6 +80,10 @@ class Architecture(ModelConfig):
     @property
     def bias(self) -> bool:
         return not self.disable_bias_linear
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.bias or self.add_qkv_bias
 
     @property
     def post_norm(self) -> bool:
@@ -85,9 +100,47 @@ class Architecture(ModelConfig):
 
     def model_config(self) -> ModelConfig:
         """The configuration with which Holdfast builds the same function."""
-        if self.qkv_bias != self.bias:
-            raise HoldfastError("Holdfast has no model with a bias on queries, keys and values only")
         return ModelConfig(**{each.name: getattr(self, each.name) for each in fields(ModelConfig)})
+
+
+# Keys of the model that do not decide what the weights compute.
+_FREE = (
+    "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "group_query_attention",
+)  # fmt: skip
+_SCALING = {
+    "linear": (),
+    "dynamic": ("original_max_position_embeddings",),
+    "llama3": ("original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor"),
+    "yarn": ("original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_attention_factor"),
+}
+
+
+def function_of(model: ModelConfig) -> dict[str, Any]:
+    """The keys that decide what the weights compute, without those that other keys switch off."""
+    rope = model.position_embedding_type == "rope"
+    off = {*_FREE, *(("max_position_embeddings",) if rope else ("rotary_base", "rotary_percent"))}
+    used = _SCALING[model.rope_scaling_type] if model.use_rope_scaling else ()
+    off |= {key for keys in _SCALING.values() for key in keys if key not in used}
+    if not model.use_rope_scaling:
+        off |= {"rope_scaling_type", "rope_scaling_factor"}
+    if model.model_type == "gpt":
+        off |= {"bert_variant", "bert_no_binary_head"}
+    if not model.disable_bias_linear:
+        off.add("add_qkv_bias")
+    if model.swiglu:
+        off.add("openai_gelu")
+    found = {each.name: getattr(model, each.name) for each in fields(ModelConfig) if each.name not in off}
+    windowed = tuple(int(bool(model.layer_window(number))) for number in range(model.num_layers))
+    found["window_size"] = model.window_size if any(windowed) else ()
+    found["window_attn_skip_freq"] = windowed if any(windowed) and not all(windowed) else ()
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    return found | {"query_pre_attn_scalar": model.query_pre_attn_scalar or head}
+
+
+def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """The attention factor of YaRN, where a source gives the two scales that it is made of."""
+    above, below = (0.1 * scale * math.log(max(1.0, factor)) + 1 for scale in (mscale, mscale_all_dim))
+    return above / below
 
 
 class MappedPages(Protocol):
@@ -135,10 +188,10 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = (rows,)
 
-    def norm(name: str) -> None:
-        shapes[f"{name}.weight"] = (hidden,)
+    def norm(name: str, width: int = hidden) -> None:
+        shapes[f"{name}.weight"] = (width,)
         if layer_norm:
-            shapes[f"{name}.bias"] = (hidden,)
+            shapes[f"{name}.bias"] = (width,)
 
     if arch.position_embedding_type == "learned_absolute":
         shapes["embedding.position_embeddings.weight"] = (arch.max_position_embeddings, hidden)
@@ -153,14 +206,20 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         qkv_rows = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.kv_channels
         linear(f"{layer}.self_attention.linear_qkv", qkv_rows, hidden, arch.qkv_bias)
         linear(f"{layer}.self_attention.linear_proj", hidden, arch.num_attention_heads * arch.kv_channels, arch.bias)
-        norm(f"{layer}.{'post_attention_layernorm' if arch.post_norm else 'pre_mlp_layernorm'}")
-        if arch.activation == "swiglu":
+        if arch.qk_layernorm:
+            norm(f"{layer}.self_attention.q_layernorm", arch.kv_channels)
+            norm(f"{layer}.self_attention.k_layernorm", arch.kv_channels)
+        if arch.post_norm or arch.post_block_norm:
+            norm(f"{layer}.post_attention_layernorm")
+        if not arch.post_norm:
+            norm(f"{layer}.pre_mlp_layernorm")
+        if arch.gated:
             linear(f"{layer}.mlp.linear_fc1_gate", arch.ffn_hidden_size, hidden, arch.bias)
             linear(f"{layer}.mlp.linear_fc1_up", arch.ffn_hidden_size, hidden, arch.bias)
         else:
             linear(f"{layer}.mlp.linear_fc1", arch.ffn_hidden_size, hidden, arch.bias)
         linear(f"{layer}.mlp.linear_fc2", hidden, arch.ffn_hidden_size, arch.bias)
-        if arch.post_norm:
+        if arch.post_norm or arch.post_block_norm:
             norm(f"{layer}.post_mlp_layernorm")
     if not arch.post_norm:
         norm(f"{arch.stack}.final_layernorm")
@@ -177,7 +236,9 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def check_complete(arch: Architecture, tensors: Mapping[str, Tensor], origin: str) -> None:
-    """Refuses a model whose tensors are not exactly those of its architecture."""
+    """Refuses a model that cannot exist, or whose tensors are not exactly those of its architecture."""
+    if problems := model_problems(arch):
+        raise HoldfastError(f"{origin}: {'; '.join(problems)}")
     expected = expected_shapes(arch)
     unknown = [name for name in tensors if name not in expected]
     missing = [name for name in expected if name not in tensors]
@@ -250,11 +311,11 @@ def padded_size(true_size: int, multiple: int) -> int:
     return -(-true_size // multiple) * multiple
 
 
-def read_size(values: Mapping[str, Any], name: str, where: str, largest: int = 1 << 40) -> int:
+def read_size(values: Mapping[str, Any], name: str, where: str) -> int:
     """A size that a source states; `where` precedes its name in the error."""
     value = values.get(name)
-    if type(value) is not int or not 0 < value < largest:
-        raise HoldfastError(f"{where}{name} is {value!r}, where a positive number below {largest} is expected")
+    if type(value) is not int or not 0 < value < LARGEST_SIZE:
+        raise HoldfastError(f"{where}{name} is {value!r}, where a positive number below {LARGEST_SIZE} is expected")
     return value
 
 

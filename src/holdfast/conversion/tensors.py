@@ -1,4 +1,4 @@
-"""Tensors that lie in files: cut, joined, reordered and transposed as pieces, and read only when they are written out.
+"""Tensors in files: cut, joined, reordered and transposed as pieces, and read only when they are written out.
 
 The invariant: a tensor never holds its elements. It is a set of pieces, each a strided view of the bits in a mapped file with
 its place in the whole, so every operation here is exact and cheap, and memory does not grow with the model. Inside,
@@ -121,7 +121,7 @@ class Tensor:
         return vstack(parts)
 
     def is_tiled(self) -> bool:
-        """Whether the pieces cover the matrix exactly once. A source in which finding that out takes long is forged."""
+        """Whether the pieces cover the matrix exactly once. False, too, for a forged source that takes too long to check."""
         rows, columns = self.matrix
         boxes = sorted((p.row, p.column, p.row + p.bits.shape[0], p.column + p.bits.shape[1]) for p in self.pieces)
         if sum((bottom - top) * (right - left) for top, left, bottom, right in boxes) != rows * columns:

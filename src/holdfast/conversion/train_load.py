@@ -4,18 +4,16 @@ RUN/loaded/NAME-HASH/      the converted checkpoint; it may be deleted once the 
 """
 
 import hashlib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from holdfast.config import Config, ModelConfig
 from holdfast.conversion.converting import convert
+from holdfast.conversion.model import function_of
 from holdfast.conversion.sources import kind_of, read_model
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
-
-# Keys of the model that do not decide what the weights compute.
-FREE = ("hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by")
 
 
 def loads_other_format(config: Config) -> bool:
@@ -58,14 +56,11 @@ def with_converted_load(config: Config) -> Config:
 
 def check_same_function(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
     """Refuses a configuration under which the loaded weights would compute something else."""
-    free = {*FREE, *(("max_position_embeddings",) if ours.position_embedding_type == "rope" else ())}
-    if ours.model_type == "gpt":
-        free |= {"bert_variant", "bert_no_binary_head"}
-    pairs = {one.name: (getattr(theirs, one.name), getattr(ours, one.name)) for one in fields(ModelConfig)}
+    here, there = function_of(ours), function_of(theirs)
     differing = [
-        f"{name} is {there!r} there and {here!r} here"
-        for name, (there, here) in pairs.items()
-        if name not in free and None not in (there, here) and there != here
+        f"{name} is {there[name]!r} there and {here[name]!r} here"
+        for name in here
+        if name in there and None not in (there[name], here[name]) and there[name] != here[name]
     ]
     if differing:
         raise HoldfastError(f"{source} does not match the configuration: {'; '.join(differing)}")

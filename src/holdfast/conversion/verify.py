@@ -15,10 +15,10 @@ import numpy as np
 
 from holdfast.conversion.files.raw_tensors import Array
 from holdfast.conversion.files.safetensors_files import read_safetensors
-from holdfast.conversion.forward_functions import ForwardFunction, open_forward
+from holdfast.conversion.forward_functions import open_forward
 from holdfast.conversion.huggingface.read import read_json
 from holdfast.conversion.huggingface.tokenizer_files import TokenizerFiles
-from holdfast.conversion.model import VOCABULARY_TENSORS, MappedPages, Model
+from holdfast.conversion.model import VOCABULARY_TENSORS, MappedPages, Model, function_of
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.stream import DROP_PAGES_EVERY, WritePlan, drop_pages
 from holdfast.conversion.tensors import Tensor
@@ -65,7 +65,9 @@ def verify_conversion(
     ids = np.random.default_rng(0).integers(0, arch.vocabulary(), min(TOKENS, arch.max_position_embeddings))
     rounded = _rounded(model, target)
     expected, given = open_forward(source, rounded, heads, version), open_forward(folder)
-    head = given.head_activation if arch.model_type == "bert" and _head_may_differ(expected, given) else None
+    # One GELU for trunk and head where the source has two, or Megatron-core's exact head: a note names both.
+    two_forms = any(one.activation != one.head_activation for one in (expected, given))
+    head = given.head_activation if arch.model_type == "bert" and two_forms else None
     target_side = given.run(ids, arch.vocabulary(), None)
     difference = _difference(expected.run(ids, arch.vocabulary(), head), target_side)
     if not difference <= LARGEST_DIFFERENCE:
@@ -93,11 +95,6 @@ def _rounded(model: Model, target: Model) -> str | None:
     if len(kinds) > 1:
         raise HoldfastError(f"verification failed: the target mixes the element types {', '.join(sorted(kinds))}")
     return kinds.pop() if kinds else None
-
-
-def _head_may_differ(expected: ForwardFunction, given: ForwardFunction) -> bool:
-    """One GELU for trunk and head where the source has two, or Megatron-core's exact head: a note names both."""
-    return expected.activation != expected.head_activation or given.activation != given.head_activation
 
 
 def _verify_contents(folder: Path, plan: WritePlan) -> None:
@@ -148,6 +145,10 @@ def _verify_files(folder: Path, digests: Mapping[str, Mapping[str, str]]) -> int
 def _verify_tensors(model: Model, target: Model) -> int:
     """Compares the target, read as a model, with the source."""
     size = model.architecture.vocabulary()
+    theirs = function_of(target.architecture)
+    for key, value in function_of(model.architecture).items():  # a window is longer than the ids that are compared
+        if theirs.get(key) != value and key != "vocab_size":
+            raise HoldfastError(f"verification failed: {key} is {value} in the source, {theirs.get(key)} in the target")
     for name, tensor in model.tensors.items():
         other = target.tensors.get(name)
         if other is None:

@@ -13,6 +13,7 @@ from holdfast.checkpoint.manifest import chunk_checksum
 from holdfast.conversion.files.safetensors_files import read_safetensors
 from holdfast.conversion.sources import read_model
 from holdfast.system.errors import HoldfastError
+from tests.conversion.files.test_hostile_limits import hugging_face, one_layer
 from tests.conversion.holdfast_runs import GPT2_TINY, build_gpt, write_run
 from tests.conversion.megatron_files import Spec, make_truth, write_megatron
 
@@ -102,7 +103,7 @@ def test_pieces_that_overlap_are_refused(step, tmp_path):
 
 
 def write_safetensors(path, header: str, body: bytes):
-    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + body)
+    path.write_bytes(struct.pack("<Q", len(header.encode())) + header.encode() + body)
     return path
 
 
@@ -124,6 +125,35 @@ def test_safetensors_that_the_official_library_refuses(tmp_path, header):
         pass
     with pytest.raises(HoldfastError, match=r"a\.safetensors"):
         read_safetensors(path)
+
+
+@pytest.mark.parametrize("shape", ["{}", '""', '"ab"', "[1.0]", "[true]", "4"])
+def test_a_safetensors_shape_that_is_not_a_list_of_numbers_is_refused(tmp_path, shape):
+    header = f'{{"a":{{"dtype":"U8","shape":{shape},"data_offsets":[0,1]}}}}'
+    with pytest.raises(HoldfastError, match="the entry of a is broken"):
+        read_safetensors(write_safetensors(tmp_path / "a.safetensors", header, bytes(1)))
+
+
+@pytest.mark.parametrize("size", ["many", [5], 1.5, -3, True, 10**9])
+def test_a_forged_vocabulary_size_is_refused(step, size, tmp_path):
+    original = forge(step, lambda record: record["shared"].update(true_vocab_size=size))
+    try:
+        with pytest.raises(HoldfastError, match="true_vocab_size is|the vocabulary has"):
+            convert(step, tmp_path / "out")
+    finally:
+        (step / "MANIFEST.json").write_bytes(original)
+
+
+@pytest.mark.parametrize("multiple", ["0", "99999999999"])
+def test_a_forged_multiple_of_the_padding_is_refused(tmp_path, multiple):
+    folder = hugging_face(tmp_path / "hf", weights=one_layer())
+    header = f'{{"__metadata__":{{"make_vocab_size_divisible_by":"{multiple}"}}}}'
+    write_safetensors(folder / "megatron_padding.safetensors", header, b"")
+    with pytest.raises(HoldfastError, match="make_vocab_size_divisible_by"):
+        read_model(folder)
+    header = header.replace(multiple, "\N{SUPERSCRIPT TWO}")
+    write_safetensors(folder / "megatron_padding.safetensors", header, b"")
+    assert read_model(folder).architecture.make_vocab_size_divisible_by == 128
 
 
 def test_weights_of_integers_are_refused(tmp_path):

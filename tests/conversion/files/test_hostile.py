@@ -86,6 +86,21 @@ def laughs(levels=80):
     return b"]" + b"".join(twice)
 
 
+def reused(call: bytes, times: int, container: bytes = b"](%be") -> bytes:
+    """A list of 300,000 elements (memo 0) and the name os.system (memo 1), which `call` uses again and again."""
+    return b"\x80\x02" + container % (b"N" * 300_000) + b"q\x000cos\nsystem\nq\x010" + call * times + b"N."
+
+
+def shared_dicts(levels: int = 8, keys: int = 200) -> bytes:
+    """Dicts in dicts, each under many keys: a few thousand opcodes, and more names than anybody could count."""
+    names = [b"X\x03\x00\x00\x00%03d" % number for number in range(keys)]
+    whole = b"}"
+    for level in range(levels):
+        memo = b"q" + bytes([level])
+        whole += memo + b"0}(" + b"".join(name + b"h" + bytes([level]) for name in names) + b"u"
+    return whole
+
+
 def rank_zip(*members, compression=zipfile.ZIP_STORED):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", compression) as archive:
@@ -166,6 +181,21 @@ def hostile_files(mark: Path, good: bytes) -> dict[str, bytes]:
         "endless args": torch_zip(
             b"\x80\x02}X\x05\x00\x00\x00modelN" + b"sX\x09\x00\x00\x00iteration" + laughs() + b"s."
         ),
+        "a shape that is made ten thousand times": torch_zip(
+            reused(b"h\x02h\x00\x85R", 10_000).replace(b"cos\nsystem\nq\x010", b"ctorch\nSize\nq\x020")
+        ),
+        "a shape of a text of 60 MB": torch_zip(
+            b"\x80\x02ctorch\nSize\nX" + struct.pack("<I", 60 * mebi) + b"a" * (60 * mebi) + b"\x85R."
+        ),
+        "keywords for ten thousand objects": torch_zip(reused(b"h\x01h\x00}NNs\x92", 10_000, b"(%bt")),
+        "ten thousand calls with endless arguments": torch_zip(reused(b"h\x01h\x00R0", 10_000, b"(%bt")),
+        "a long key, ten thousand times": torch_zip(reused(b"}h\x00Ns0", 10_000, b"(%bt")),
+        "a storage of an endless kind": torch_zip(tensor_pickle(kind=laughs()), {"0": b"\0" * 16}),
+        "a tensor of endless shape": torch_zip(
+            tensor_pickle(shape=()).replace(b"(t(", b"(" + laughs() + b"t("), {"0": b"\0" * 16}
+        ),
+        "names without end": torch_zip(b"\x80\x02}X\x05\x00\x00\x00model" + shared_dicts() + b"s."),
+        "an endless name": torch_zip(b"\x80\x02}X\x05\x00\x00\x00model}cos\nsystem\n(" + laughs() + b"tR}ss."),
         "a string of exabytes": torch_zip(b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b"x."),
         "bytes of exabytes": torch_zip(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b"x."),
         "a number of megabytes": torch_zip(b"\x80\x02\x8b" + struct.pack("<i", mebi) + b"\x7f" * mebi + b"."),
@@ -258,6 +288,42 @@ def test_a_file_cut_at_every_thousandth_byte_is_refused(tmp_path, zip_form):
         path.write_bytes(whole[:length])
         with pytest.raises(HoldfastError):
             read_model(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.update(checkpoint_version=1 << 2000), "checkpoint version .* is unknown"),
+        (
+            lambda state: renamed(state, "layers.0.input_layernorm", "layers.input_layernorm"),
+            "a layer without its number",
+        ),
+        (lambda state: renamed(state, "layers.0.", f"layers.{'9' * 500}."), "cannot convert exactly"),
+    ],
+    ids=["a version beyond all floats", "a layer without a number", "a number of 500 digits"],
+)
+def test_forged_names_and_versions_are_refused(tmp_path, change, message):
+    path = tiny(tmp_path / "run")
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    with pytest.raises(HoldfastError, match=message):
+        read_model(path)
+
+
+def renamed(state: dict, old: str, new: str) -> None:
+    stack = state["model"]["language_model"]["encoder"]
+    state["model"]["language_model"]["encoder"] = {name.replace(old, new): value for name, value in stack.items()}
+
+
+@pytest.mark.parametrize("iteration", [-1, 1 << 2000], ids=["negative", "huge"])
+def test_an_iteration_that_no_run_has_is_ignored(tmp_path, iteration):
+    path = tiny(tmp_path / "run")
+    state = torch.load(path, weights_only=False)
+    state["iteration"] = iteration
+    torch.save(state, path)
+    assert read_model(path).iteration is None
+    assert (convert(path, tmp_path / "out", "holdfast", true_vocab_size=5) / "checkpoints/step-00000000").is_dir()
 
 
 def test_a_hostile_object_beside_the_weights_is_inert(tmp_path):

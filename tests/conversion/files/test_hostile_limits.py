@@ -197,6 +197,31 @@ def test_chunks_of_a_distributed_checkpoint_share_one_limit(tmp_path):
             reader.tensor(f"t{number}")
 
 
+def test_chunks_that_all_tensors_share_are_counted_for_each(tmp_path):
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+
+    from holdfast.conversion.megatron.torch_dist import DistributedCheckpoint
+    from holdfast.system.errors import HoldfastError
+
+    size = torch.Size([1])
+    chunks = [ChunkStorageMetadata(offsets=torch.Size([0]), sizes=size)] * 1000
+    entries = {f"t{n}": TensorStorageMetadata(properties=None, size=size, chunks=chunks) for n in range(1000)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=places(entries))))
+    with pytest.raises(HoldfastError, match="chunks"):
+        DistributedCheckpoint(tmp_path)
+
+
+def places(entries):
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    return {MetadataIndex(name, torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 1) for name in entries}
+
+
 def test_a_fifo_is_refused(tmp_path):
     run = tmp_path / "run"
     folder = run / "iter_0000001/mp_rank_00"

@@ -20,8 +20,25 @@ class NoTracker:
         return nullcontext()
 
 
+class WideTorch:
+    """The torch module, where float32 is float64 and no tensor is made on CUDA."""
+
+    float32 = torch.float64
+
+    def ones(self, *shape, device=None, **more):
+        return torch.ones(*shape, **more)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
 def patch():
-    """The two places where Megatron-core 0.16.1 insists on CUDA, and the one that its checkpoint writer adds."""
+    """The places where Megatron-core 0.16.1 insists on CUDA or, for its rotary tables, on fp32."""
+    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+    from megatron.core.transformer import utils
+
+    for module in (rotary_pos_embedding, yarn_rotary_pos_embedding, utils):
+        module.torch = WideTorch()
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     import megatron.core.tensor_parallel as tensor_parallel
@@ -36,7 +53,9 @@ def build(job):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    args, llama = job["args"], job["family"] == "llama"
+    args = job["args"]
+    llama = args["swiglu"]
+    window = args["window_size"]
     config = TransformerConfig(
         num_layers=args["num_layers"], hidden_size=args["hidden_size"], num_attention_heads=args["num_attention_heads"],
         num_query_groups=args["num_query_groups"], ffn_hidden_size=args["ffn_hidden_size"], kv_channels=args["kv_channels"],
@@ -45,8 +64,12 @@ def build(job):
         activation_func=torch.nn.functional.silu if llama else torch.nn.functional.gelu, bias_activation_fusion=False,
         use_cpu_initialization=True, bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
         hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.float64, apply_rope_fusion=False,
-        tensor_model_parallel_size=dist.get_world_size(),
+        tensor_model_parallel_size=dist.get_world_size(), qk_layernorm=args["qk_layernorm"], add_qkv_bias=args["add_qkv_bias"],
+        window_size=tuple(window) if window else None, window_attn_skip_freq=args["window_attn_skip_freq"],
     )  # fmt: skip
+    for name, value in args.items():  # the model reads YaRN's from the configuration
+        if name.startswith("yarn_"):
+            setattr(config, name, value)
     sizes = {"vocab_size": args["padded_vocab_size"], "max_sequence_length": args["max_position_embeddings"]}
     if job["family"] == "bert":
         model = BertModel(
@@ -55,13 +78,15 @@ def build(job):
         )  # fmt: skip
     else:
         model = GPTModel(
-            config, get_gpt_layer_local_spec(normalization=args["normalization"]), **sizes,
+            config,
+            get_gpt_layer_local_spec(normalization=args["normalization"], qk_layernorm=args["qk_layernorm"]),
+            **sizes,
             position_embedding_type=args["position_embedding_type"], rotary_base=args["rotary_base"],
+            rotary_percent=args["rotary_percent"], rope_scaling=args["use_rope_scaling"],
+            rope_scaling_factor=args["rope_scaling_factor"],
+            seq_len_interpolation_factor=args["rotary_seq_len_interpolation_factor"],
             share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
         )  # fmt: skip
-    if llama:  # its table of angles is fp32; the oracle has to be fp64 throughout
-        steps = torch.arange(0, args["kv_channels"], 2, dtype=torch.float64) / args["kv_channels"]
-        model.rotary_pos_emb.inv_freq = args["rotary_base"] ** -steps
     return model.double().eval()
 
 

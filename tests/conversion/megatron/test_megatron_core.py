@@ -14,6 +14,8 @@ import torch
 from holdfast import convert
 from holdfast.conversion.command import ConvertOptions
 from holdfast.conversion.converting import run_conversion
+from tests.conversion.families import FAMILIES as OTHERS
+from tests.conversion.families import build_family
 from tests.conversion.huggingface.test_huggingface import build
 from tests.conversion.oracles import load_wide, load_wide_bert
 
@@ -23,7 +25,14 @@ pytestmark = [
 ]
 WORKER = Path(__file__).with_name("megatron_core_worker.py")
 IDS = [int(n) for n in np.random.default_rng(2).integers(0, 300, 24)]
-FAMILIES = {"gpt": "gpt2", "bert": "megatron-bert", "llama": "llama"}
+FAMILIES = {"gpt": "gpt2", "bert": "megatron-bert", "llama": "llama", "qwen3": "qwen3"}
+MORE = FAMILIES | {
+    name: name
+    for name in (
+        "llama3.2-tied", "llama-linear", "qwen2", "qwen2.5-yarn", "qwen2-windows", "qwen3-windows", "mistral",
+        "gpt-neox-serial",
+    )
+}  # fmt: skip
 
 
 def run_ranks(tmp_path, world, jobs):
@@ -62,11 +71,12 @@ def assert_equal(path, wanted):
         assert np.abs(np.load(path.replace(".npy", ".sentence.npy")) - sentence).max() < 1e-12
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_megatron_core_computes_the_same_function_in_both_directions(tmp_path, world):
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "families"), [(1, MORE), (2, FAMILIES)])
+def test_megatron_core_computes_the_same_function_in_both_directions(tmp_path, world, families):
     jobs, originals = [], {}
-    for family, kind in FAMILIES.items():
-        model = build(kind).double()
+    for family, kind in families.items():
+        model = build_family(kind, torch.float64) if kind in OTHERS else build(kind).double()
         if family == "gpt":
             model.config.activation_function = "gelu"  # unfused Megatron-core has the exact form
         for parameter in model.parameters():
@@ -82,7 +92,7 @@ def test_megatron_core_computes_the_same_function_in_both_directions(tmp_path, w
         saved = tmp_path / f"{family}-saved-by-megatron"
         jobs.append({**settings, "do": "save", "folder": str(saved), "logits": str(tmp_path / f"{family}-save.npy")})
     run_ranks(tmp_path, world, jobs)
-    for family in FAMILIES:
+    for family in families:
         assert_equal(str(tmp_path / f"{family}-load.npy"), theirs(originals[family], family))
         saved = tmp_path / f"{family}-saved-by-megatron"
         assert (saved / "iter_0000005/.metadata").is_file()

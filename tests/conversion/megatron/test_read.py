@@ -226,7 +226,7 @@ def test_what_does_not_belong_together_is_refused_with_the_culprit(tmp_path):
     def extra(state):
         state["model"]["language_model"]["encoder"]["layers.0.self_attention.q_layernorm.weight"] = torch.ones(4)
 
-    refused(10, all_ranks(extra), "norms on queries and keys")
+    refused(10, all_ranks(extra), "this architecture has no decoder.layers.0.self_attention.q_layernorm.weight")
 
 
 def test_unimportable_objects_do_not_hinder(tmp_path):

@@ -40,17 +40,43 @@ def test_no_arg_is_classified_twice():
     [
         ("qk_l2_norm", True), ("no_rope_freq", 4), ("no_rope_freq", [1, 0]), ("activation_func_clamp_value", 7.0),
         ("glu_linear_offset", 1.0), ("use_mup", True), ("softmax_scale", 0.5), ("softmax_type", "off-by-one"),
-        ("qk_layernorm", True), ("window_size", (128, 0)), ("attention_output_gate", True),
+        ("window_size", (128, 4)), ("attention_output_gate", True),
         ("experimental_attention_variant", "dsa"), ("linear_attention_freq", 4), ("layernorm_zero_centered_gamma", True),
-        ("heterogeneous_layers_config_path", "x.json"), ("use_rope_scaling", True), ("rotary_interleaved", True),
+        ("heterogeneous_layers_config_path", "x.json"), ("rotary_interleaved", True),
         ("mtp_num_layers", 1), ("num_experts", 8), ("multi_latent_attention", True), ("quick_geglu", True),
-        ("enable_mhc_connections", True), ("is_hybrid_model", True), ("rotary_percent", 0.5),
-        ("position_embedding_type", "yarn"), ("normalization", "LayerNorm1p"),
+        ("enable_mhc_connections", True), ("is_hybrid_model", True),
+        ("position_embedding_type", "mrope"), ("normalization", "LayerNorm1p"),
     ],
 )  # fmt: skip
 def test_an_arg_that_changes_the_function_is_refused_by_name(tmp_path, name, value):
     with pytest.raises(HoldfastError, match=rf"args\.{name} = .* changes the function"):
         read_model(write(tmp_path / "m", **{name: value}))
+
+
+def test_yarn_without_its_factor_is_refused(tmp_path):
+    args = {"position_embedding_type": "yarn", "yarn_mscale": 2.0, "yarn_mscale_all_dim": 1.0}
+    args |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_original_max_position_embeddings": 8}
+    with pytest.raises(HoldfastError, match="rope_scaling_factor must be at least 1"):
+        read_model(write(tmp_path / "m", **args))
+
+
+@pytest.mark.parametrize("multiple", [0, -8, 1 << 30])
+def test_a_multiple_of_the_vocabulary_that_is_out_of_range_is_refused(tmp_path, multiple):
+    source = write(tmp_path / "m")
+    with pytest.raises(HoldfastError, match="make_vocab_size_divisible_by"):
+        convert(source, tmp_path / "out", to="megatron", make_vocab_size_divisible_by=multiple)
+
+
+@pytest.mark.parametrize(("skip", "found"), [(2, (2,)), (None, ())])
+def test_layers_without_the_window_are_read(tmp_path, skip, found):
+    read = read_model(write(tmp_path / "m", window_size=(4, 0), window_attn_skip_freq=skip)).architecture
+    assert read.window_attn_skip_freq == found
+
+
+@pytest.mark.parametrize("skip", [0, -2, [1, 2], [1], "2"])
+def test_other_values_of_window_attn_skip_freq_are_refused(tmp_path, skip):
+    with pytest.raises(HoldfastError, match=r"args\.window_attn_skip_freq = "):
+        read_model(write(tmp_path / "m", window_size=(4, 0), window_attn_skip_freq=skip))
 
 
 def test_an_unknown_arg_is_refused_unless_the_user_ignores_it(tmp_path):

@@ -117,9 +117,9 @@ def test_layouts_that_do_not_divide_are_refused(tmp_path):
     spec = Spec()
     source = write_megatron(tmp_path / "m", spec, make_truth(spec, spec.padded(1)), 3.0)
     for options, error, said in (
-        ({"tensor_model_parallel_size": 3}, HoldfastError, "4 heads cannot be cut over 3"),
-        ({"pipeline_model_parallel_size": 9}, HoldfastError, "4 layers cannot be cut over 9"),
-        ({"tensor_model_parallel_size": 0}, UsageError, "start at 1"),
+        ({"tensor_model_parallel_size": 3}, HoldfastError, "4 heads cannot be divided among 3"),
+        ({"pipeline_model_parallel_size": 9}, HoldfastError, "4 layers are fewer than 9 pipeline stages"),
+        ({"tensor_model_parallel_size": 0}, UsageError, "must be at least 1"),
     ):
         with pytest.raises(error, match=said):
             convert(source, tmp_path / "out", to="megatron", true_vocab_size=spec.vocab, **options)

@@ -15,6 +15,7 @@ from holdfast.system.errors import HoldfastError
 
 MAX_DEPTH = 200
 MAX_INTEGER_BYTES = 256
+MAX_KEY_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,9 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class InertObject:
-    """An object that the pickle describes by a call, which is not made."""
+    """An object that the pickle describes by a call, which is not made. Its content may be too large to print."""
 
     what: Any
     arguments: Any
@@ -54,7 +55,7 @@ def load_pickle(
     """The tree in the pickle at the start of `data`, the number of bytes it takes, and the names it mentions.
 
     `budget` is what is left for all pickles of the source. `calls` maps names to functions of ours that are given the arguments
-    of a REDUCE; `persistent` understands persistent ids.
+    of a REDUCE; `persistent` resolves persistent ids.
     """
     return _PickleMachine(data, budget, calls or {}, persistent).run()
 
@@ -85,6 +86,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple | dict | str) and not value:
         return None
+    if isinstance(value, list | tuple) and len(value) <= 256 and all(type(item) is int for item in value):
+        return tuple(value)  # window_size, window_attn_skip_freq
     if isinstance(value, InertObject):
         return Opaque(value.name)
     return Opaque(str(value) if isinstance(value, Global) else type(value).__name__)
@@ -102,6 +105,8 @@ class _PickleMachine:
         self._data = data[: budget.pickle_bytes]
         self._cut = len(data) > budget.pickle_bytes
         self._at = 0
+        self._left = budget.opcodes
+        """Steps: one for each opcode, and one for every four elements of the arguments of a call."""
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -112,12 +117,13 @@ class _PickleMachine:
 
     def run(self) -> tuple[Any, int, set[str]]:
         opcodes = _OPCODES
-        for used in range(self._budget.opcodes):
+        while self._left > 0:
+            self._left -= 1
             operation = opcodes[self._bytes(1)[0]]
             if operation is None:
                 if self._data[self._at - 1] != ord("."):
                     _refuse(f"opcode {bytes(self._data[self._at - 1 : self._at])!r} is not allowed")
-                self._budget.opcodes -= used + 1
+                self._budget.opcodes = self._left
                 self._budget.pickle_bytes -= self._at
                 return self._pop(), self._at, {str(name) for name in self._globals.values()}
             try:
@@ -217,12 +223,17 @@ class _PickleMachine:
     def _new_with_keywords(self) -> None:
         keywords = self._pop()
         arguments = self._pop()
+        self._left -= len(arguments) // 4
         self._call(self._pop(), (*arguments, keywords) if keywords else arguments)
 
     def _call(self, what: Any, arguments: Any) -> None:
         if not isinstance(arguments, tuple):
             _refuse("a call without a tuple of arguments")
         function = self._calls.get(str(what)) if isinstance(what, Global) else None
+        # A pickle may use the same long arguments for any number of calls, and each call goes through them.
+        self._left -= len(arguments) // 4
+        if function and arguments and isinstance(arguments[0], list | tuple | dict):
+            self._left -= len(arguments[0]) // 4
         value = function(arguments) if function else InertObject(what, arguments)
         self._push(self._nest(value, arguments) if isinstance(value, _CONTAINERS) else value)
 
@@ -298,7 +309,8 @@ class _PickleMachine:
 def _as_key(key: Any) -> Any:
     """Only keys whose hash is cheap: a tuple of tuples of tuples hashes in time and C stack of the attacker's choosing."""
     simple = (str, bytes, int, float, type(None), Global, InertObject)
-    if isinstance(key, simple) or (isinstance(key, tuple) and all(isinstance(part, simple) for part in key)):
+    parts = key if isinstance(key, tuple) else (key,)
+    if len(parts) <= MAX_KEY_PARTS and all(isinstance(part, simple) for part in parts):
         return key
     _refuse("a dict key that is neither text nor number")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.conversion.files.budget import MAX_TENSORS
+from holdfast.conversion.files.torch_reader import is_size
 from holdfast.conversion.files.zips import Region, map_file
 from holdfast.conversion.tensors import WIDTHS, Tensor, bits_type, tensor_of
 from holdfast.system.bounded_files import MAX_JSON_VALUES, count_json_values
@@ -65,8 +66,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _part(path: Path, name: str, entry: Any, body: Region) -> Region:
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        sane = dtype in WIDTHS and all(type(size) is int and 0 <= size < 1 << 50 for size in (*shape, start, end))
-        sane = sane and end - start == math.prod(shape) * WIDTHS[dtype] and len(shape) <= 8
+        sane = dtype in WIDTHS and type(shape) is list and len(shape) <= 8
+        sane = sane and all(map(is_size, (*shape, start, end)))
+        sane = sane and end - start == math.prod(shape) * WIDTHS[dtype]
     except (TypeError, KeyError, ValueError):
         sane = False
     if not sane:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.conversion.files.budget import Budget
-from holdfast.conversion.files.pickles import Global, InertObject, load_pickle
+from holdfast.conversion.files.pickles import Global, InertObject, load_pickle, plain
 from holdfast.conversion.files.zips import Member, Region, check_crc, is_zip, open_member, read_directory
 from holdfast.conversion.tensors import WIDTHS, Bits, Tensor, bits_type, tensor_of
 from holdfast.system.errors import HoldfastError
@@ -51,8 +51,8 @@ class StoredTensor:
 
     def view(self) -> Bits:
         sane = len(self.shape) == len(self.stride) <= 8
-        if not sane or not all(map(_is_size, (self.offset, *self.shape, *self.stride))):
-            raise HoldfastError(f"a tensor with impossible shape {self.shape} or stride {self.stride}")
+        if not sane or not all(map(is_size, (self.offset, *self.shape, *self.stride))):
+            raise HoldfastError(f"a tensor with impossible shape {plain(self.shape)} or stride {plain(self.stride)}")
         reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         count = math.prod(self.shape)
         if count and (self.offset + reach > self.storage.count or count > self.storage.count):
@@ -185,8 +185,8 @@ def _load_tree(
         _, kind, key, _, count = identity[:5]
         dtype = STORAGES.get(kind.name) if isinstance(kind, Global) and kind.module.startswith("torch") else None
         is_view = len(identity) == 6 and identity[5] is not None
-        if dtype is None or not isinstance(key, str) or not _is_size(count) or is_view:
-            raise HoldfastError(f"a storage of unknown kind {kind}")
+        if dtype is None or not isinstance(key, str) or not is_size(count) or is_view:
+            raise HoldfastError(f"a storage of unknown kind {plain(kind)}")
         storage = TorchStorage(key, dtype, count)
         if declared is not None and declared.setdefault(key, storage) != storage:
             raise HoldfastError(f"storage {key} is declared twice, differently")
@@ -202,7 +202,7 @@ def _load_tree(
         "torch._utils._rebuild_tensor_v2": rebuild,
         "torch._utils._rebuild_tensor": rebuild,
         "torch._utils._rebuild_parameter": lambda arguments: arguments[0],
-        "torch.Size": lambda arguments: tuple(arguments[0]),
+        "torch.Size": torch_size,
         "collections.OrderedDict": _ordered_dict,
     }
     try:
@@ -212,12 +212,20 @@ def _load_tree(
     return tree, length, {found for found in names if found not in calls and not found.startswith("torch.")}
 
 
+def torch_size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """torch.Size of a list of numbers; of a long text it would be a tuple of its characters."""
+    if not isinstance(arguments[0], list | tuple):
+        raise HoldfastError("a torch.Size of something that is not a list")
+    return tuple(arguments[0])
+
+
 def _ordered_dict(arguments: tuple[Any, ...]) -> dict[Any, Any]:
     pairs = arguments[0] if arguments else []
     return {pair[0]: pair[1] for pair in pairs if isinstance(pair[0], str)}
 
 
-def _is_size(number: Any) -> bool:
+def is_size(number: Any) -> bool:
+    """Whether a number out of a file can be a size or an offset."""
     return type(number) is int and 0 <= number < 1 << 50
 
 

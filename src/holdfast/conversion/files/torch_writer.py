@@ -22,6 +22,8 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items() if name != "Untyp
 ALIGNMENT = 64
 NONE_32 = 0xFFFFFFFF
 """Stands in a 32-bit field of a zip whose value is in the 64-bit extension."""
+PLAIN = struct.pack("<4H", 0x800, 0, 0, 0x21)
+"""Fields of both headers: a UTF-8 name, stored, at the first moment of 1980."""
 
 
 @dataclass
@@ -92,19 +94,10 @@ def lay_out_torch(tree: Any, tensors: Mapping[str, Tensor], root: str) -> TorchL
 
 def _local_header(entry: _ZipEntry) -> bytes:
     size = min(entry.size, NONE_32)
-    fields = (
-        45 if size == NONE_32 else 20,
-        0x800,
-        0,
-        0,
-        0x21,
-        entry.crc,
-        size,
-        size,
-        len(entry.name),
-        len(entry.extra),
-    )
-    return struct.pack("<4s5HIIIHH", b"PK\x03\x04", *fields) + entry.name + entry.extra
+    version = 45 if size == NONE_32 else 20
+    lengths = len(entry.name), len(entry.extra)
+    header = struct.pack("<4sH", b"PK\x03\x04", version) + PLAIN + struct.pack("<3I2H", entry.crc, size, size, *lengths)
+    return header + entry.name + entry.extra
 
 
 def _directory_entry(entry: _ZipEntry) -> bytes:
@@ -112,25 +105,11 @@ def _directory_entry(entry: _ZipEntry) -> bytes:
     large = ([entry.size] * 2 if size == NONE_32 else []) + ([entry.header] if offset == NONE_32 else [])
     extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     version = 45 if large else 20
-    fields = (
-        version,
-        version,
-        0x800,
-        0,
-        0,
-        0x21,
-        entry.crc,
-        size,
-        size,
-        len(entry.name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        offset,
-    )
-    return struct.pack("<4s6HIIIHHHHHII", b"PK\x01\x02", *fields) + entry.name + extra
+    lengths = len(entry.name), len(extra)
+    header = struct.pack("<4sHH", b"PK\x01\x02", version, version) + PLAIN
+    # No comment, first disk, no attributes.
+    header += struct.pack("<3I5H2I", entry.crc, size, size, *lengths, 0, 0, 0, 0, offset)
+    return header + entry.name + extra
 
 
 def _end(count: int, size: int, start: int) -> bytes:
@@ -181,10 +160,10 @@ class _Pickler:
                 self._save(item)
             out.append(b"u")
         elif isinstance(value, list | tuple):
-            out.append(b"(")
+            out.append(b"](" if isinstance(value, list) else b"(")
             for item in value:
                 self._save(item)
-            out.append(b"l" if isinstance(value, list) else b"t")
+            out.append(b"e" if isinstance(value, list) else b"t")  # torch's safe loader has no opcode l
         else:
             raise TypeError(f"no place for {type(value).__name__} in a checkpoint")
 

@@ -1,4 +1,4 @@
-"""One table per Hugging Face model: its names and matrices against the canonical ones, in both directions.
+"""Tensors under Hugging Face's names ↔ canonical ones, by the table of families, in both directions.
 
 The invariant: what `to_huggingface` gives, `from_huggingface` takes back to the same bits.
 """
@@ -6,109 +6,34 @@ The invariant: what `to_huggingface` gives, `from_huggingface` takes back to the
 import re
 from collections.abc import Mapping
 
-from holdfast.conversion.model import OUTPUT_LAYER, WORD_EMBEDDINGS, Architecture, drop_tied_copy
+from holdfast.conversion.huggingface.families import FAMILIES
+from holdfast.conversion.model import Architecture, drop_tied_copy
 from holdfast.conversion.tensors import Tensor, equal, vstack
 from holdfast.system.errors import HoldfastError
 
-GPT2_LAYER = {
-    "input_layernorm": "ln_1",
-    "self_attention.linear_proj": "attn.c_proj",
-    "pre_mlp_layernorm": "ln_2",
-    "mlp.linear_fc1": "mlp.c_fc",
-    "mlp.linear_fc2": "mlp.c_proj",
-}
-GPT2_TOP = {
-    WORD_EMBEDDINGS: "transformer.wte.weight",
-    "embedding.position_embeddings.weight": "transformer.wpe.weight",
-    "decoder.final_layernorm.weight": "transformer.ln_f.weight",
-    "decoder.final_layernorm.bias": "transformer.ln_f.bias",
-    OUTPUT_LAYER: "lm_head.weight",
-}
-LLAMA_LAYER = {
-    "input_layernorm": "input_layernorm",
-    "self_attention.linear_proj": "self_attn.o_proj",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-    "mlp.linear_fc1_gate": "mlp.gate_proj",
-    "mlp.linear_fc1_up": "mlp.up_proj",
-    "mlp.linear_fc2": "mlp.down_proj",
-}
-LLAMA_TOP = {
-    WORD_EMBEDDINGS: "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    OUTPUT_LAYER: "lm_head.weight",
-}
-_BERT_HEADS = {
-    WORD_EMBEDDINGS: "bert.embeddings.word_embeddings.weight",
-    "embedding.position_embeddings.weight": "bert.embeddings.position_embeddings.weight",
-    "embedding.tokentype_embeddings.weight": "bert.embeddings.token_type_embeddings.weight",
-    "pooler.dense.weight": "bert.pooler.dense.weight",
-    "pooler.dense.bias": "bert.pooler.dense.bias",
-    "lm_head.dense.weight": "cls.predictions.transform.dense.weight",
-    "lm_head.dense.bias": "cls.predictions.transform.dense.bias",
-    "lm_head.layer_norm.weight": "cls.predictions.transform.LayerNorm.weight",
-    "lm_head.layer_norm.bias": "cls.predictions.transform.LayerNorm.bias",
-    "output_layer.bias": "cls.predictions.bias",
-    "binary_head.weight": "cls.seq_relationship.weight",
-    "binary_head.bias": "cls.seq_relationship.bias",
-    OUTPUT_LAYER: "cls.predictions.decoder.weight",
-}
-MEGATRON_BERT_TOP = {
-    **_BERT_HEADS,
-    "encoder.final_layernorm.weight": "bert.encoder.ln.weight",
-    "encoder.final_layernorm.bias": "bert.encoder.ln.bias",
-}
-BERT_TOP = {
-    **_BERT_HEADS,
-    "embedding.layernorm.weight": "bert.embeddings.LayerNorm.weight",
-    "embedding.layernorm.bias": "bert.embeddings.LayerNorm.bias",
-}
-_BERT_LAYER = {
-    "self_attention.linear_proj": "attention.output.dense",
-    "mlp.linear_fc1": "intermediate.dense",
-    "mlp.linear_fc2": "output.dense",
-}
-MEGATRON_BERT_LAYER = {**_BERT_LAYER, "input_layernorm": "attention.ln", "pre_mlp_layernorm": "ln"}
-BERT_LAYER = {
-    **_BERT_LAYER,
-    "post_attention_layernorm": "attention.output.LayerNorm",
-    "post_mlp_layernorm": "output.LayerNorm",
-}
-
-# model_type → names outside the layers, names inside, the layers' prefix, and the names of q, k, v (one name: joined, as Conv1D).
-TABLES: dict[str, tuple[dict[str, str], dict[str, str], str, tuple[str, ...]]] = {
-    "gpt2": (GPT2_TOP, GPT2_LAYER, "transformer.h.", ("attn.c_attn",)),
-    "llama": (LLAMA_TOP, LLAMA_LAYER, "model.layers.", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    "megatron-bert": (
-        MEGATRON_BERT_TOP, MEGATRON_BERT_LAYER, "bert.encoder.layer.",
-        ("attention.self.query", "attention.self.key", "attention.self.value"),
-    ),
-    "bert": (
-        BERT_TOP, BERT_LAYER, "bert.encoder.layer.",
-        ("attention.self.query", "attention.self.key", "attention.self.value"),
-    ),
-}  # fmt: skip
-BUFFERS = re.compile(r"(\.attn\.(masked_)?bias|position_ids|inv_freq|\.token_type_ids)$")
+BUFFERS = re.compile(r"(\.(attn|attention)\.(masked_)?bias|position_ids|inv_freq|\.token_type_ids)$")
 
 
 def to_huggingface(model_type: str, arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Canonical tensors under Hugging Face's names and in its orientation, in the order of the model."""
-    top, inside, prefix, qkv_names = TABLES[model_type]
+    family = FAMILIES[model_type]
+    prefix, qkv_names = family.layers, family.qkv
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer = re.match(rf"{arch.stack}\.layers\.(\d+)\.(.+)\.(weight|bias)$", name)
         if layer is None:
-            found[top[name]] = tensor
+            found[family.top[name]] = tensor
             continue
         number, module, kind = layer.groups()
-        if module == "self_attention.linear_qkv":
+        if module == "self_attention.linear_qkv" and qkv_names:
             parts = split_qkv(tensor, arch)
             if len(qkv_names) == 1:
                 found[f"{prefix}{number}.{qkv_names[0]}.{kind}"] = _conv1d(vstack(parts))
             else:
                 found |= {f"{prefix}{number}.{each}.{kind}": part for each, part in zip(qkv_names, parts, strict=True)}
         else:
-            linear = model_type == "gpt2" and "linear" in module
-            found[f"{prefix}{number}.{inside[module]}.{kind}"] = _conv1d(tensor) if linear else tensor
+            linear = family.transposed and "linear" in module
+            found[f"{prefix}{number}.{family.inside[module]}.{kind}"] = _conv1d(tensor) if linear else tensor
     return found
 
 
@@ -116,8 +41,10 @@ def from_huggingface(
     model_type: str, arch: Architecture, tensors: Mapping[str, Tensor], origin: str
 ) -> dict[str, Tensor]:
     """Hugging Face's tensors under canonical names, without buffers and without the copy of a tied embedding."""
-    top, inside, prefix, qkv_names = TABLES[model_type]
-    top_back, inside_back = {new: old for old, new in top.items()}, {new: old for old, new in inside.items()}
+    family = FAMILIES[model_type]
+    prefix, qkv_names = family.layers, family.qkv
+    top_back = {new: old for old, new in family.top.items()}
+    inside_back = {new: old for old, new in family.inside.items()}
     plain = with_prefixes(model_type, tensors)
     found: dict[str, Tensor] = {}
     for name, tensor in plain.items():
@@ -132,7 +59,8 @@ def from_huggingface(
                 raise HoldfastError(f"{origin}: {name} differs from cls.predictions.bias, to which it is tied")
             found["output_layer.bias"] = tensor
         elif layer and layer[2] in inside_back:
-            module, linear = inside_back[layer[2]], model_type == "gpt2" and not layer[2].startswith("ln_")
+            module = inside_back[layer[2]]
+            linear = family.transposed and "linear" in module
             found[f"{arch.stack}.layers.{layer[1]}.{module}.{layer[3]}"] = _conv1d(tensor) if linear else tensor
         elif not layer or layer[2] not in qkv_names:
             raise HoldfastError(f"{origin}: {name} is a parameter that Holdfast cannot convert exactly")
@@ -151,10 +79,10 @@ def from_huggingface(
 
 def with_prefixes(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Models saved without their head have no prefix; GPT-2's own files are like that."""
-    wanted = {"gpt2": "transformer.", "llama": "model.", "bert": "bert.", "megatron-bert": "bert."}[model_type]
+    wanted = FAMILIES[model_type].stem
     if any(name.startswith(wanted) for name in tensors):
         return {_modern(name): tensor for name, tensor in tensors.items()}
-    heads = ("lm_head.", "cls.")
+    heads = ("lm_head.", "cls.", "embed_out.")
     return {_modern(name if name.startswith(heads) else wanted + name): tensor for name, tensor in tensors.items()}
 
 

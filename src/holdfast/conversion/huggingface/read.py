@@ -50,16 +50,15 @@ def read_huggingface(path: Path) -> Model:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
         notes += ["pooler without a sentence head: left out"] if dropped else []
     if not arch.tied and OUTPUT_LAYER not in tensors:
-        raise HoldfastError(
-            "the configuration has tie_word_embeddings = false, but there is no output matrix (lm_head.weight)"
-        )
+        raise HoldfastError(f"{origin}: tie_word_embeddings is false, but there is no output matrix (lm_head.weight)")
     check_complete(arch, tensors, origin)
     padding: dict[str, Tensor] = {}
     if (path / PADDING_FILE).is_file():
         padding, metadata, region = read_safetensors(path / PADDING_FILE)
         regions.append(region)
-        if str(metadata.get("make_vocab_size_divisible_by", "")).isdigit():
-            arch = replace(arch, make_vocab_size_divisible_by=max(1, int(metadata["make_vocab_size_divisible_by"])))
+        multiple = str(metadata.get("make_vocab_size_divisible_by"))
+        if re.fullmatch(r"[0-9]{1,20}", multiple):
+            arch = replace(arch, make_vocab_size_divisible_by=int(multiple))
     return Model(
         architecture=arch,
         tensors=tensors,

@@ -8,7 +8,7 @@ from holdfast.conversion.huggingface.config import describe_for_huggingface
 from holdfast.conversion.huggingface.names import to_huggingface
 from holdfast.conversion.huggingface.read import PADDING_FILE
 from holdfast.conversion.huggingface.tokenizer_files import MAX_BYTES, TokenizerFiles, to_json
-from holdfast.conversion.model import SPECIAL_IDS, VOCABULARY_TENSORS, Model, valid_ids
+from holdfast.conversion.model import SPECIAL_IDS, VOCABULARY_TENSORS, Model, expected_shapes, valid_ids
 from holdfast.conversion.stream import PlannedFile, WritePlan
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.bounded_files import read_bounded
@@ -28,7 +28,8 @@ def plan_huggingface(
     """Every file of the folder, before the first is written."""
     arch, size = model.architecture, model.architecture.vocabulary()
     trimmed, padding = {}, {}
-    for name, tensor in model.tensors.items():
+    for name in expected_shapes(arch):  # one order, whatever the source
+        tensor = model.tensors[name]
         if name in VOCABULARY_TENSORS:
             if tensor.shape[0] > size:
                 padding[name] = tensor.rows(size, tensor.shape[0])
@@ -36,7 +37,7 @@ def plan_huggingface(
         trimmed[name] = tensor if dtype is None else tensor.cast(dtype)
     written = next(iter(trimmed.values())).dtype
     special_ids = special_ids_of(model, tokenizer)
-    model_type, config, notes = describe_for_huggingface(arch, written, special_ids)
+    model_type, config, notes = describe_for_huggingface(arch, written, special_ids, model.facts.get("model_type"))
     if model.special_ids:
         config |= valid_ids(model.facts.get("config", {}), ["pad_token_id"], size)
     weights = to_huggingface(model_type, arch, trimmed)

@@ -6,18 +6,17 @@ The invariant: a setting that changes the function and is not understood is refu
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from holdfast.conversion.megatron.rope import rotary_args, rotary_fields
 from holdfast.conversion.megatron.settings import refuse_setting
 from holdfast.conversion.model import WORD_EMBEDDINGS, Architecture, padded_size, read_real, read_size
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.errors import HoldfastError
 
 TRUE_SIZES = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
-MAX_VOCAB_MULTIPLE = 1 << 20
-"""Beyond this a file is forged: padding rows are written one by one."""
 HEADS_UNKNOWN = "the file has no args, and the shapes do not show the number of heads: give --num-attention-heads"
 SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "swiglu", "hidden_dropout",
+    "max_position_embeddings", "normalization", "norm_epsilon", "swiglu", "hidden_dropout",
     "untie_embeddings_and_output_weights", "attention_dropout", "make_vocab_size_divisible_by",
 )  # fmt: skip
 """Fields of ModelConfig that are args of Megatron too."""
@@ -34,15 +33,10 @@ def architecture_from_args(
         refuse_setting("gated_linear_unit", args["gated_linear_unit"])
     if args.get("padded_vocab_size") not in (None, 0, rows):
         raise HoldfastError(f"args.padded_vocab_size is {args['padded_vocab_size']}, but the embedding has {rows} rows")
-    rope = args.get("position_embedding_type") == "rope" or args.get("use_rotary_position_embeddings") is True
-    positions = args.get("position_embedding_type", "learned_absolute")
-    if str(positions).rsplit(".", 1)[-1] not in ("learned_absolute", "rope"):
-        refuse_setting("position_embedding_type", positions)
-    if rope and args.get("rotary_percent", 1.0) != 1.0:
-        refuse_setting("rotary_percent", args.get("rotary_percent"))
     # Megatron-core ignores openai_gelu; its fused GELU is the tanh form, and BERT's head never is.
     openai = args.get("openai_gelu") is True and not mcore
     tanh = openai or args.get("bias_gelu_fusion") is True or args.get("bias_activation_fusion") is True
+    unbiased = args.get("add_bias_linear", True) is False
     first = f"{'decoder' if model_type == 'gpt' else 'encoder'}.layers.0."
     return Architecture(
         model_type=model_type,
@@ -54,11 +48,13 @@ def architecture_from_args(
         openai_gelu=tanh and not swiglu,
         head_activation="gelu_tanh" if openai else "gelu",
         normalization="RMSNorm" if args.get("normalization") == "RMSNorm" else "LayerNorm",
-        position_embedding_type="rope" if rope else "learned_absolute",
-        rotary_base=_real(args, "rotary_base", 10000.0),
+        **rotary_fields(args),
+        qk_layernorm=args.get("qk_layernorm") is True,
+        window_size=_window(args),
+        window_attn_skip_freq=_skip(args),
         untie_embeddings_and_output_weights=args.get("untie_embeddings_and_output_weights") is True,
-        disable_bias_linear=args.get("add_bias_linear", True) is False,
-        qkv_bias=f"{first}self_attention.linear_qkv.bias" in tensors,
+        disable_bias_linear=unbiased,
+        add_qkv_bias=unbiased and f"{first}self_attention.linear_qkv.bias" in tensors,
         **_bert_heads(tensors, model_type),
         hidden_dropout=_real(args, "hidden_dropout", 0.1),
         attention_dropout=_real(args, "attention_dropout", 0.1),
@@ -73,6 +69,27 @@ def _widths(args: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: _size(args, name) for name in given}
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     return {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden, **found}
+
+
+def _window(args: Mapping[str, Any]) -> tuple[int, ...]:
+    window = args.get("window_size")
+    if window is None:
+        return ()
+    if not isinstance(window, tuple | list) or len(window) != 2 or window[1] != 0 or type(window[0]) is not int:
+        refuse_setting("window_size", window)
+    return () if window[0] < 0 else (window[0], 0)
+
+
+def _skip(args: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers without the window; without one the arg has no effect."""
+    skip = args.get("window_attn_skip_freq")
+    if skip is None or not _window(args):
+        return ()
+    if type(skip) is int and skip > 0:
+        return (skip,)
+    if not isinstance(skip, tuple | list) or len(skip) < 2 or not all(number in (0, 1) for number in skip):
+        refuse_setting("window_attn_skip_freq", skip)
+    return tuple(skip)
 
 
 def _bert_heads(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Any]:
@@ -149,9 +166,9 @@ def args_for(
 ) -> dict[str, Any]:
     """Plain values, under the names that Megatron's loader and --use-checkpoint-args read. `stages`: layers of each."""
     uneven, pipeline_parallel = len(set(stages)) > 1, len(stages)
-    bert, rope = arch.model_type == "bert", arch.position_embedding_type == "rope"
+    bert = arch.model_type == "bert"
     head = arch.head_activation if bert else arch.activation
-    tanh = arch.activation == "gelu_tanh"
+    tanh, skip = arch.activation == "gelu_tanh", arch.window_attn_skip_freq
     return {
         **{name: getattr(arch, name) for name in SAME_NAMES},
         "tensor_model_parallel_size": tensor_parallel,
@@ -165,11 +182,10 @@ def args_for(
         "group_query_attention": arch.num_query_groups != arch.num_attention_heads,
         "seq_length": arch.max_position_embeddings,
         "encoder_seq_length": arch.max_position_embeddings,
-        "add_position_embedding": not rope,
-        "use_rotary_position_embeddings": rope,
-        "rotary_percent": 1.0,
-        "rotary_base": int(arch.rotary_base) if arch.rotary_base.is_integer() else arch.rotary_base,
-        "rotary_interleaved": False,
+        **rotary_args(arch),
+        "qk_layernorm": arch.qk_layernorm,
+        "window_size": tuple(arch.window_size) or None,
+        "window_attn_skip_freq": skip[0] if len(skip) == 1 else list(skip) or None,
         "layernorm_epsilon": arch.norm_epsilon,
         "apply_layernorm_1p": False,
         "apply_residual_connection_post_layernorm": False,
@@ -194,4 +210,4 @@ def _real(args: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def _size(args: Mapping[str, Any], name: str) -> int:
-    return read_size(args, name, "args.", MAX_VOCAB_MULTIPLE if name == "make_vocab_size_divisible_by" else 1 << 40)
+    return read_size(args, name, "args.")

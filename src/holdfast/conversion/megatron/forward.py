@@ -15,12 +15,14 @@ import numpy as np
 
 from holdfast.conversion.arithmetic import (
     ACTIVATIONS,
+    GATES,
     Ids,
+    Rope,
     attend,
     layer_norm,
     rms_norm,
     rotate,
-    silu,
+    softcap,
     vocabulary_logits,
 )
 from holdfast.conversion.files.raw_tensors import Array, RawTensor
@@ -54,22 +56,27 @@ class ForwardSettings:
     activation: str
     head_activation: str
     rms: bool = False
-    rotary_base: float | None = None
+    rope: Rope | None = None
+    window: int | None = None
+    skip: tuple[int, ...] = ()
+    """Layers without the window: every skip[0]-th, or those with 0."""
+    divisor: float | None = None
+    """Of the attention scores, under a square root."""
+    score_bound: float = 0.0
+    logit_bound: float = 0.0
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+    word_factor: float = 1.0
+    block_norms: bool = False
+    parallel: bool = False
     tied: bool = True
     bert: bool = False
     post_norm: bool = False
     version: float = 3.0
 
 
-def run_megatron(
-    settings: ForwardSettings, parts: Sequence[StageTensors], ids: Ids, size: int, head: str | None
-) -> dict[str, Array]:
-    """`logits` [T, size]; for BERT also `hidden` and `sentence`. `head`: another activation for BERT's head than its own."""
-    return _Forward(settings, parts).run(ids, size, head or settings.head_activation)
-
-
 def find(tensors: Mapping[str, RawTensor], names: Sequence[str], kind: str) -> RawTensor | None:
-    """The tensor of one of these names, whatever stands in front of it: `kind` is weight or bias."""
+    """The tensor of one of these names, with any prefix; `kind` is weight or bias."""
     for name in names:
         for key, raw in tensors.items():
             if re.search(rf"(^|\.){re.escape(name)}[._]{kind}$", key):
@@ -77,28 +84,28 @@ def find(tensors: Mapping[str, RawTensor], names: Sequence[str], kind: str) -> R
     return None
 
 
-class _Forward:
+class MegatronForward:
     def __init__(self, settings: ForwardSettings, parts: Sequence[StageTensors]) -> None:
         self._s, self._parts = settings, parts
 
-    def run(self, ids: Ids, size: int, head: str) -> dict[str, Array]:
+    def run(self, ids: Ids, size: int, head: str | None) -> dict[str, Array]:
+        """`logits` [T, size]; for BERT also `hidden` and `sentence`. `head`: another activation for BERT's head than its own."""
         s, first, last = self._s, self._parts[0], self._parts[-1]
         words = [self._need(rank, ["word_embeddings"]) for rank in first]
         rows = words[0].shape[0]
-        x = np.stack([words[int(i) // rows].rows(int(i) % rows, int(i) % rows + 1)[0] for i in ids])
-        if s.rotary_base is None:
+        x = np.stack([words[int(i) // rows].rows(int(i) % rows, int(i) % rows + 1)[0] for i in ids]) * s.word_factor
+        if s.rope is None:
             x = x + self._need(first[0], ["position_embeddings"]).rows(0, len(ids))
         if s.bert:
             x = x + self._need(first[0], ["tokentype_embeddings"]).rows(0, 1)
         x = self._norm(first[0], ["embedding.layernorm"], x) if s.post_norm else x
-        for part in self._parts:
-            for ranks in _layers(part):
-                x = self._layer(ranks, x)
+        for number, ranks in enumerate(ranks for part in self._parts for ranks in _layers(part)):
+            x = self._layer(ranks, x, number)
         x = x if s.post_norm else self._norm(last[0], FINAL_NORM, x)
         table = words if s.tied else [self._need(rank, ["output_layer"]) for rank in last]
         if not s.bert:
-            return {"logits": vocabulary_logits(x, table, size)}
-        y = ACTIVATIONS[head](self._linear(last[0], ["lm_head.dense"], x))
+            return {"logits": softcap(vocabulary_logits(x, table, size), s.logit_bound)}
+        y = ACTIVATIONS[head or s.head_activation](self._linear(last[0], ["lm_head.dense"], x))
         y = self._norm(last[0], ["lm_head.layernorm", "lm_head.layer_norm"], y)
         biases = [self._need(rank, ["lm_head", "output_layer"], "bias").whole() for rank in last]
         found = {"hidden": x, "logits": vocabulary_logits(y, table, size) + np.concatenate(biases)[:size]}
@@ -126,26 +133,41 @@ class _Forward:
         return np.asarray(total if bias is None else total + bias.whole(), np.float64)
 
     def _norm(self, tensors: Mapping[str, RawTensor], names: Sequence[str], x: Array) -> Array:
-        weight = self._need(tensors, names).whole()
+        weight = self._need(tensors, names).whole() + self._s.norm_offset
         if self._s.rms:
             return rms_norm(x, weight, self._s.epsilon)
         return layer_norm(x, weight, self._need(tensors, names, "bias").whole(), self._s.epsilon)
 
-    def _layer(self, ranks: StageTensors, x: Array) -> Array:
+    def _layer(self, ranks: StageTensors, x: Array, number: int) -> Array:
         if self._s.post_norm:
-            x = self._norm(ranks[0], ["post_attention_layernorm"], x + self._attention(ranks, x))
+            x = self._norm(ranks[0], ["post_attention_layernorm"], x + self._attention(ranks, x, number))
             return self._norm(ranks[0], ["post_mlp_layernorm"], x + self._mlp(ranks, x))
-        x = x + self._attention(ranks, self._norm(ranks[0], INPUT_NORM, x))
-        return x + self._mlp(ranks, self._norm(ranks[0], MLP_NORM, x))
+        attended = self._attention(ranks, self._norm(ranks[0], INPUT_NORM, x), number)
+        if self._s.block_norms:
+            attended = self._norm(ranks[0], ["post_attention_layernorm"], attended)
+        entered = x if self._s.parallel else x + attended
+        result = self._mlp(ranks, self._norm(ranks[0], MLP_NORM, entered))
+        if self._s.block_norms:
+            result = self._norm(ranks[0], ["post_mlp_layernorm"], result)
+        return x + attended + result
 
-    def _attention(self, ranks: StageTensors, x: Array) -> Array:
+    def _window(self, number: int) -> int | None:
+        skip = self._s.skip
+        everything = len(skip) > 1 and not skip[number]
+        if len(skip) == 1:
+            everything = number % skip[0] == skip[0] - 1
+        return None if everything else self._s.window
+
+    def _attention(self, ranks: StageTensors, x: Array, number: int) -> Array:
         s, mixed = self._s, []
         for rank in ranks:
             q, k, v = self._heads(self._linear(rank, QKV, x), len(ranks))
-            if s.rotary_base is not None:
-                q, k = rotate(q, s.rotary_base), rotate(k, s.rotary_base)
-            repeats = q.shape[0] // k.shape[0]
-            mixed.append(attend(q, np.repeat(k, repeats, axis=0), np.repeat(v, repeats, axis=0), causal=not s.bert))
+            if find(rank, ["q_layernorm"], "weight") is not None:
+                q, k = self._norm(rank, ["q_layernorm"], q), self._norm(rank, ["k_layernorm"], k)
+            if s.rope is not None:
+                q, k = rotate(q, s.rope), rotate(k, s.rope)
+            k, v = (np.repeat(part, q.shape[0] // k.shape[0], axis=0) for part in (k, v))
+            mixed.append(attend(q, k, v, not s.bert, self._window(number), s.divisor, s.score_bound))
         return self._row_parallel(ranks, PROJECTION, mixed)
 
     def _heads(self, y: Array, ranks: int) -> tuple[Array, Array, Array]:
@@ -164,14 +186,14 @@ class _Forward:
     def _mlp(self, ranks: StageTensors, x: Array) -> Array:
         inner = []
         for rank in ranks:
-            if self._s.activation != "swiglu":
+            if self._s.activation in ACTIVATIONS:
                 inner.append(ACTIVATIONS[self._s.activation](self._linear(rank, FIRST, x)))
                 continue
             if find(rank, ["mlp.linear_fc1_gate"], "weight") is not None:
                 gate, up = (self._linear(rank, [f"mlp.linear_fc1_{half}"], x) for half in ("gate", "up"))
             else:
                 gate, up = np.split(self._linear(rank, FIRST, x), 2, axis=-1)
-            inner.append(silu(gate) * up)
+            inner.append(GATES[self._s.activation](gate) * up)
         return self._row_parallel(ranks, SECOND, inner)
 
 

@@ -44,15 +44,13 @@ _LAYER = re.compile(r"^(?:transformer|encoder|decoder)\.layers\.(\d+\.)?(.+)$")
 _KNOWN = re.compile(
     r"(embedding\.(word|position|tokentype)_embeddings\.weight"
     r"|(decoder|encoder)\.final_layernorm\.(weight|bias)"
-    r"|(decoder|encoder)\.layers\.(\d+\.)?((input_layernorm|pre_mlp_layernorm|self_attention\.linear_(qkv|proj)"
+    r"|(decoder|encoder)\.layers\.(\d{1,6}\.)?((input_layernorm|pre_mlp_layernorm|self_attention\.(linear_(qkv|proj)|[qk]_layernorm)"
     r"|mlp\.linear_fc[12])\.(weight|bias))"
     r"|output_layer\.(weight|bias)|(pooler\.dense|lm_head\.dense|lm_head\.layer_norm|binary_head)\.(weight|bias))"
 )
 _UNSUPPORTED = {
     "experts": "mixture of experts",
     "router": "mixture of experts",
-    "q_layernorm": "norms on queries and keys",
-    "k_layernorm": "norms on queries and keys",
     "inter_attention": "cross-attention (T5)",
     "cross_attention": "cross-attention (T5)",
     "mtp": "multi-token prediction",

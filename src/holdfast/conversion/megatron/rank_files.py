@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.conversion.files.budget import MAX_FILES, Budget
+from holdfast.conversion.files.budget import MAX_FILES, MAX_TENSORS, Budget
 from holdfast.conversion.files.pickles import plain, plain_attributes
 from holdfast.conversion.files.torch_reader import StoredTensor, TorchFile, describe, load_torch
 from holdfast.conversion.files.zips import Region, is_zip, map_file, open_member, read_directory
 from holdfast.system.errors import HoldfastError
 
+MAX_NAME = 1000
+"""Characters of a parameter's name."""
 RANK_FILE = re.compile(r"(?:^|.*/)mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?/(?:model_optim_rng|model_rng)\.pt$")
 ZIP_MEMBER = re.compile(
     r"^(?:[^/]+/)?(release|iter_\d{7})/mp_rank_\d\d(?:_\d{3}){0,2}/(?:model_optim_rng|model_rng)\.pt$"
@@ -117,15 +119,29 @@ def read_ranks(path: Path, budget: Budget) -> list[RankFile]:
     return ranks
 
 
-def flatten(tree: Any, file: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of a nested state dict under dotted names. Anything else where a tensor is expected is an error."""
-    if not isinstance(tree, dict) or depth > 8:
-        raise HoldfastError(f"{file}: {prefix or 'model'} is {describe(tree)}, where weights are expected")
-    for key, value in tree.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, StoredTensor):
-            yield name, value
-        elif isinstance(value, dict):
-            yield from flatten(value, file, name, depth + 1)
-        elif not name.endswith("_extra_state"):
-            raise HoldfastError(f"{file}: {name} is {describe(value)}, where a tensor is expected")
+def flatten(tree: Any, file: str) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a nested state dict under dotted names. Anything else where a tensor is expected is an error.
+
+    Counts entries as it reaches them: nested dicts that share their content can hold any number of names.
+    """
+    entries = 0
+
+    def walk(tree: Any, prefix: str, depth: int) -> Iterator[tuple[str, StoredTensor]]:
+        nonlocal entries
+        if not isinstance(tree, dict) or depth > 8:
+            raise HoldfastError(f"{file}: {prefix or 'model'} is {describe(tree)}, where weights are expected")
+        for key, value in tree.items():
+            entries += 1
+            if entries > MAX_TENSORS:
+                raise HoldfastError(f"{file} has more than {MAX_TENSORS:,} parameters, the most that are read")
+            if not isinstance(key, str) or len(prefix) + len(key) > MAX_NAME:
+                raise HoldfastError(f"{file}: {prefix or 'model'} holds a name that is not text, or too long")
+            name = f"{prefix}.{key}" if prefix else key
+            if isinstance(value, StoredTensor):
+                yield name, value
+            elif isinstance(value, dict):
+                yield from walk(value, name, depth + 1)
+            elif not name.endswith("_extra_state"):
+                raise HoldfastError(f"{file}: {name} is {describe(value)}, where a tensor is expected")
+
+    return walk(tree, "", 0)

@@ -32,10 +32,12 @@ from holdfast.conversion.model import (
 from holdfast.conversion.tensors import Tensor, equal, hstack, vstack
 from holdfast.system.errors import HoldfastError
 
+VERSIONS = (0.0, 1.0, 2.0, 3.0)
+MAX_ITERATION = 1 << 40
+"""From here on a file is forged; the number becomes part of a folder's name."""
 
-def read_megatron(
-    path: Path, heads: int | None = None, version: float | None = None, ignored: Collection[str] = ()
-) -> Model:
+
+def read_megatron(path: Path, heads: int | None, version: float | None, ignored: Collection[str]) -> Model:
     """The whole model out of all ranks' files."""
     budget = Budget()
     ranks = read_ranks(path, budget)
@@ -66,7 +68,7 @@ def read_megatron(
         heads=heads,
         notes=[*([version_note] if version_note else []), *check_settings(args, ignored)],
         origin=f"Megatron torch format, {naming} names, version {version}, TP {width} × PP {depth} × VPP {chunks}",
-        iteration=_iteration(ranks[0]),
+        iteration=ranks[0].content.get("iteration", ranks[0].content.get("total_iters")),
         facts={
             "kind": "megatron", "names": naming, "checkpoint_version": version,
             "tensor_parallel": width, "pipeline_parallel": depth, "virtual_pipeline": chunks,
@@ -87,6 +89,7 @@ def megatron_model(
     mcore: bool,
     width: int,
     heads: int | None,
+    iteration: Any,
     notes: list[str],
     facts: dict[str, Any],
     **rest: Any,
@@ -103,16 +106,13 @@ def megatron_model(
     check_complete(arch, tensors, str(path))
     kind = args.get("tokenizer_type")
     tokenizer = {"tokenizer_type": kind} if isinstance(kind, str) else {}
-    model = Model(arch, tensors, notes=notes, facts=facts, tokenizer=tokenizer, **rest)
+    known = type(iteration) is int and 0 <= iteration < MAX_ITERATION
+    step = iteration if known else None
+    model = Model(arch, tensors, iteration=step, notes=notes, facts=facts, tokenizer=tokenizer, **rest)
     if true_size is not None:
         model = with_vocabulary(model, true_size, stated_by)
         model.notes.append(f"true vocabulary size {true_size}, from {stated_by}")
     return model
-
-
-def _iteration(rank: RankFile) -> int | None:
-    value = rank.content.get("iteration", rank.content.get("total_iters"))
-    return value if type(value) is int else None
 
 
 def _check_grid(ranks: list[RankFile], args: Mapping[str, Any], width: int, depth: int) -> None:
@@ -137,16 +137,16 @@ def _check_grid(ranks: list[RankFile], args: Mapping[str, Any], width: int, dept
 def _version(rank: RankFile, wanted: float | None, mcore: bool) -> tuple[float, str]:
     stated = rank.content.get("checkpoint_version")
     if wanted is not None:
-        if wanted not in (0, 1, 2, 3):
+        if wanted not in VERSIONS:
             raise HoldfastError(f"--checkpoint-version {wanted}: choose 0, 1.0, 2.0 or 3.0")
         note = f"checkpoint version {wanted} from the flag; the file has {stated}" if wanted != stated else ""
         return float(wanted), note
-    version = float(stated) if stated is not None else 3.0 if mcore else 0.0
-    if version not in (0.0, 1.0, 2.0, 3.0):
+    version = stated if stated is not None else 3.0 if mcore else 0.0
+    if version not in VERSIONS:
         raise HoldfastError(
             f"{rank.file.name}: checkpoint version {version} is unknown; choose one with --checkpoint-version"
         )
-    return version, ""
+    return float(version), ""
 
 
 # A part is one pipeline stage's chunk: for each tensor rank its canonical tensors, and the rank's file name.
@@ -182,6 +182,8 @@ def _canonical(model: Any, file: str) -> dict[str, Tensor]:
             tensor = stored.tensor()
             if not tensor.shape:
                 raise HoldfastError("a single number, where weights are expected")
+            if re.match(r"decoder\.layers\.\D", canonical):
+                raise HoldfastError("a layer without its number")
         except HoldfastError as error:
             raise HoldfastError(f"{file}: {name}: {error}" if name not in str(error) else f"{file}: {error}") from None
         if canonical in tensors and not equal(tensors[canonical], tensor):

@@ -16,9 +16,11 @@ UNDERSTOOD = frozenset(
     encoder_num_layers ffn_hidden_size gated_linear_unit group_query_attention hidden_dropout hidden_size kv_channels
     layernorm_epsilon make_vocab_size_divisible_by max_position_embeddings model_parallel_size norm_epsilon normalization
     num_attention_heads num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_query_groups
-    openai_gelu orig_vocab_size padded_vocab_size pipeline_model_parallel_size position_embedding_type rotary_base
-    rotary_percent swiglu tensor_model_parallel_size tokenizer_type true_vocab_size untie_embeddings_and_output_weights
-    use_rotary_position_embeddings
+    openai_gelu orig_vocab_size padded_vocab_size pipeline_model_parallel_size position_embedding_type qk_layernorm
+    rope_scaling_factor rotary_base rotary_percent rotary_seq_len_interpolation_factor swiglu tensor_model_parallel_size
+    tokenizer_type true_vocab_size untie_embeddings_and_output_weights use_rope_scaling use_rotary_position_embeddings
+    window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int yarn_mscale
+    yarn_mscale_all_dim yarn_original_max_position_embeddings yarn_rotary_scaling_factor
     """.split()
 )
 """Read by `architecture_from_args`, or checked against the tensors."""
@@ -30,9 +32,9 @@ REFUSED = frozenset(
     glu_linear_offset heterogeneous_block_specs heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path
     hybrid_attention_ratio hybrid_layer_pattern hybrid_mlp_ratio hybrid_override_pattern is_hybrid_model
     layernorm_zero_centered_gamma linear_attention_freq mtp_num_layers multi_latent_attention no_rope_freq num_experts
-    num_moe_experts onnx_safe qk_l2_norm qk_layernorm quick_geglu retro_add_retriever rotary_interleaved
-    rotary_seq_len_interpolation_factor softmax_scale softmax_type spec squared_relu use_mup use_rope_scaling
-    use_rotary_position_embeddings_2d window_size
+    num_moe_experts onnx_safe qk_l2_norm quick_geglu retro_add_retriever rotary_interleaved
+    softmax_scale softmax_type spec squared_relu use_mup
+    use_rotary_position_embeddings_2d
     """.split()
 )
 """Switches to another function, which no target can express. Off: None, False or 0."""
@@ -99,7 +101,7 @@ HARMLESS = frozenset(
     record_memory_history record_shapes refit_method relative_attention_max_distance relative_attention_num_buckets
     renormalize_blend_weights replication replication_factor replication_jump report_topk_accuracies reset_attention_mask
     reset_position_ids result_rejected_tracker_filename return_log_probs reuse_grad_buf_for_mxfp8_param_ag
-    rope_scaling_factor rope_type rotary_scaling_factor run_workload_inspector_server runtime_time_unit s3_cache_path
+    rope_type rotary_scaling_factor run_workload_inspector_server runtime_time_unit s3_cache_path
     sample_rate save scaled_masked_softmax_fusion scaled_upper_triang_masked_softmax_fusion
     scatter_gather_tensors_in_pipeline seed seq_length sequence_parallel set_level_for_all_loggers sft
     sft_tokenizer_prompt_format sgd_momentum sharp_enabled_group short_seq_prob skip_prompt_log_probs skip_train
@@ -120,7 +122,7 @@ HARMLESS = frozenset(
     use_torch_fsdp2 use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping use_transformer_engine_op_fuser v_head_dim
     valid_data_path validation_set_names variable_seq_lengths verify_integrity virtual_pipeline_model_parallel_size
     vocab_extra_ids vocab_file vocab_size warmup wd_incr_steps weight_decay weight_decay_incr_style wgrad_deferral_limit
-    window_attn_skip_freq world_size wsd_decay_steps yaml_cfg
+    world_size wsd_decay_steps yaml_cfg
     """.split()
 )
 """Training, data, layout, precision and kernels: the function in real arithmetic is the same."""
@@ -131,7 +133,7 @@ HARMLESS_FAMILIES = tuple(
     dist_ckpt_ distributed_ dsa_ eval_ exit_ fim_ flight_recorder_ fp4_ fp8_ fsdp_ ft_ gdp_ grpo_ gtp_ hybrid_ ict_
     inference_ inprocess_ langrl_ linear_ lion_ load_ log_ logits_ lr_ mamba_ manual_gc megatron_fsdp_ mhc_ moe_ mtp_ muon_
     mup_ nccl_ non_persistent_ one_logger_ optimizer_ otel_ overlap_ profile_ pytorch_profiler_ recompute_ rerun_ retriever_
-    retro_ rl_ save_ straggler_ tensorboard_ timing_ tokenizer_ tp_comm_ train_ vision_ wandb_ yarn_
+    retro_ rl_ save_ straggler_ tensorboard_ timing_ tokenizer_ tp_comm_ train_ vision_ wandb_
     """.split()
 )
 """Prefixes of harmless args, and of details of functions whose switch is in REFUSED (num_experts for moe_, use_mup for mup_)."""
@@ -141,7 +143,7 @@ def refuse_setting(name: str, value: Any) -> NoReturn:
     raise HoldfastError(f"args.{name} = {value} changes the function in a way that cannot be converted exactly")
 
 
-def check_settings(args: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
+def check_settings(args: Mapping[str, Any], ignored: Collection[str]) -> list[str]:
     """Refuses args under which Megatron computes another function; gives a note for each unknown one that the user ignores."""
     notes = []
     for name, value in args.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.conversion.files.budget import Budget
 from holdfast.conversion.files.pickles import InertObject, attributes, load_pickle, plain_attributes
-from holdfast.conversion.files.torch_reader import StoredTensor, load_torch
+from holdfast.conversion.files.torch_reader import StoredTensor, is_size, load_torch, torch_size
 from holdfast.conversion.files.zips import Region, map_file
 from holdfast.conversion.megatron.names import canonical_name
 from holdfast.conversion.megatron.rank_files import iteration_folder
@@ -24,6 +24,8 @@ _CHUNK_FILE = re.compile(r"^[A-Za-z0-9_.-]+\.distcp$")
 _NOT_WEIGHTS = re.compile(
     r"^(optimizer|chained_\d+|rng_state|rerun_state_machine|opt_param_scheduler|args|iteration|checkpoint_version|content_metadata|common|num_floating)"
 )
+MAX_CHUNKS = 1 << 19
+"""Of all tensors. Honest ones take several opcodes each, and the limit of those is reached first."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -32,7 +34,7 @@ def is_torch_dist(path: Path) -> bool:
     return (folder / ".metadata").is_file()
 
 
-def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[str] = ()) -> Model:
+def read_torch_dist(path: Path, heads: int | None, ignored: Collection[str]) -> Model:
     folder = iteration_folder(path)
     reader = DistributedCheckpoint(folder)
     args, common = read_args(folder, reader)
@@ -46,7 +48,7 @@ def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[st
             for name, whole in tensors.items()
             for new, tensor in (split_gate(name, [whole]) if ".linear_fc1." in name else {name: whole}).items()
         }
-    iteration, width = common.get("iteration"), args.get("tensor_model_parallel_size")
+    width = args.get("tensor_model_parallel_size")
     return megatron_model(
         folder,
         tensors,
@@ -57,7 +59,7 @@ def read_torch_dist(path: Path, heads: int | None = None, ignored: Collection[st
         heads=heads,
         notes=check_settings(args, ignored),
         origin="Megatron torch_dist",
-        iteration=iteration if type(iteration) is int else None,
+        iteration=common.get("iteration"),
         facts={
             "kind": "torch_dist",
             "checkpoint_version": 3.0,
@@ -101,7 +103,7 @@ def read_args(folder: Path, reader: "DistributedCheckpoint") -> tuple[dict[str, 
     if (folder / "common.pt").is_file():
         common = load_torch(map_file(folder / "common.pt"), reader.budget).tree
         if not isinstance(common, dict):
-            raise HoldfastError(f"{folder / 'common.pt'} holds no state")
+            raise HoldfastError(f"{folder / 'common.pt'} does not hold the state of a checkpoint")
         return plain_attributes(common.get("args")), common
     state: dict[str, Any] = {}
     for name in reader.blobs:
@@ -124,9 +126,8 @@ class DistributedCheckpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.blobs: dict[str, InertObject] = {}
         region = map_file(folder / ".metadata")
-        calls = {"torch.Size": lambda arguments: tuple(arguments[0])}
         try:
-            tree, _, names = load_pickle(region.data, self.budget, calls)
+            tree, _, names = load_pickle(region.data, self.budget, {"torch.Size": torch_size})
         except HoldfastError as error:
             raise HoldfastError(f"{folder / '.metadata'}: {error}") from None
         self.names = {name for name in names if not name.startswith("torch.")}
@@ -146,6 +147,7 @@ class DistributedCheckpoint:
                     self.blobs[name] = info
                 else:
                     places[name, _sizes(where.get("offset"), self._folder)] = info
+        chunks = 0
         for name, entry in entries.items():
             if not isinstance(name, str) or name in self.blobs or not isinstance(entry, InertObject):
                 continue
@@ -153,9 +155,11 @@ class DistributedCheckpoint:
             if not isinstance(described.get("chunks"), list):
                 continue
             self.shapes[name] = _sizes(described.get("size"), self._folder)
-            boxes = [attributes(chunk) for chunk in described["chunks"]]
+            chunks += len(described["chunks"])
+            if chunks > MAX_CHUNKS:
+                raise HoldfastError(f"{self._folder} has more than {MAX_CHUNKS:,} chunks, the most that are read")
             found: list[tuple[Box, InertObject]] = []
-            for box in boxes:
+            for box in map(attributes, described["chunks"]):
                 offsets, sizes = _sizes(box.get("offsets"), self._folder), _sizes(box.get("sizes"), self._folder)
                 if (name, offsets) not in places:
                     raise HoldfastError(f"{self._folder}: a chunk of {name} is in no file")
@@ -215,6 +219,6 @@ class DistributedCheckpoint:
 
 
 def _sizes(value: Any, folder: Path) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 1 << 50 for size in value):
+    if not isinstance(value, tuple) or len(value) > 8 or not all(map(is_size, value)):
         raise HoldfastError(f"{folder / '.metadata'} holds a broken shape or offset")
     return value

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from holdfast.conversion.files.pickles import Global
-from holdfast.conversion.megatron.args import args_for
+from holdfast.conversion.megatron.args import architecture_from_args, args_for
 from holdfast.conversion.megatron.names import legacy_name, shard_kind
 from holdfast.conversion.model import (
     OUTPUT_LAYER,
@@ -19,6 +19,7 @@ from holdfast.conversion.model import (
     Architecture,
     Model,
     expected_shapes,
+    function_of,
     padded_size,
 )
 from holdfast.conversion.stream import PlannedFile, WritePlan
@@ -26,6 +27,8 @@ from holdfast.conversion.tensors import DTYPE_NAMES, Tensor, repeated, vstack
 from holdfast.system.errors import HoldfastError, UsageError
 
 Names = Literal["mcore", "legacy"]
+CORE_ONLY = ("add_qkv_bias", "qk_layernorm", "window_size", "window_attn_skip_freq", "use_rope_scaling")
+"""Options that only Megatron-core has."""
 
 
 def plan_megatron(
@@ -49,6 +52,7 @@ def plan_megatron(
         whole = {name: tensor.cast(dtype) for name, tensor in whole.items()}
     stages = stage_sizes(arch.num_layers, pipeline_parallel)
     args = args_for(arch, true_size, padded, tensor_parallel, stages, names == "mcore")
+    _check_function(arch, architecture_from_args(args, whole, arch.model_type, names == "mcore"))
     written = next(iter(whole.values())).dtype
     args |= {"params_dtype": Global("torch", DTYPE_NAMES[written]), "fp16": written == "F16", "bf16": written == "BF16"}
     if model.tokenizer.get("tokenizer_type"):
@@ -87,19 +91,32 @@ def _check(arch: Architecture, tensor_parallel: int, pipeline_parallel: int, ver
         raise UsageError(f"--checkpoint-version {version}: Megatron checkpoints are written as version 2.0 or 3.0")
     if arch.post_norm:
         raise HoldfastError(
-            "Megatron has no BERT with the norms after each block (the original); the target cannot be megatron"
+            "Megatron has no BERT with the norms after each block (the original); convert it --to hf or --to holdfast"
         )
     if tensor_parallel < 1 or pipeline_parallel < 1:
-        raise UsageError("tensor and pipeline parallel sizes start at 1")
+        raise UsageError("--tensor-model-parallel-size and --pipeline-model-parallel-size must be at least 1")
     for what, size in (
         ("heads", arch.num_attention_heads), ("query groups", arch.num_query_groups), ("MLP rows", arch.ffn_hidden_size),
     ):  # fmt: skip
         if size % tensor_parallel:
-            raise HoldfastError(f"{size} {what} cannot be cut over {tensor_parallel} tensor ranks")
+            raise HoldfastError(f"{size} {what} cannot be divided among {tensor_parallel} tensor ranks")
     if pipeline_parallel > arch.num_layers:
-        raise HoldfastError(f"{arch.num_layers} layers cannot be cut over {pipeline_parallel} pipeline stages")
-    if names == "legacy" and arch.qkv_bias != arch.bias:
-        raise HoldfastError("legacy Megatron has no bias on queries, keys and values only; write mcore names")
+        raise HoldfastError(f"{arch.num_layers} layers are fewer than {pipeline_parallel} pipeline stages")
+    new = [name for name in CORE_ONLY if getattr(arch, name)]
+    if names == "legacy" and new:
+        raise HoldfastError(f"legacy Megatron has no {', '.join(new)}; convert with --megatron-names mcore")
+
+
+def _check_function(arch: Architecture, written: Architecture) -> None:
+    """Refuses a model whose args, read back, describe another function: Megatron has no args for it."""
+    ours, theirs = function_of(arch), function_of(written)
+    differing = [
+        f"{key} = {theirs.get(key)}, not {value}"
+        for key, value in ours.items()
+        if theirs.get(key) != value and key != "vocab_size"
+    ]
+    if differing:
+        raise HoldfastError(f"Megatron's args cannot describe this model; the nearest has {'; '.join(differing)}")
 
 
 def pad_rows(tensor: Tensor, true_size: int, padded: int, kept: Tensor | None) -> Tensor:
@@ -157,7 +174,7 @@ def join_gate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def shard_of(name: str, tensor: Tensor, rank: int, ranks: int, arch: Architecture) -> Tensor:
     """One rank's share of a whole tensor."""
-    kind = shard_kind(name, arch.activation == "swiglu")
+    kind = shard_kind(name, arch.gated)
     if kind == "whole":
         return replace(tensor)
     if kind == "gated":
