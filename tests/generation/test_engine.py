@@ -77,6 +77,7 @@ def test_a_text_ends_at_the_end_of_document_token_and_others_go_on(gpt2):
     class Ending:
         """The model's tokenizer, with another end-of-document token."""
 
+        byte_tokens = frozenset()
         eod, encode, decode = end, loaded.tokenizer.encode, loaded.tokenizer.decode
 
     ended = generate(
@@ -99,6 +100,19 @@ def test_texts_stop_where_the_models_positions_end(saved, capsys):
     assert f"allow {POSITIONS - length} more tokens" in capsys.readouterr().err
     with pytest.raises(HoldfastError, match=f"positions end at {POSITIONS}; shorten it"):
         generate(loaded, longest * 5)
+
+
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_texts_equal_transformers_up_to_the_last_position(saved, speculate):
+    loaded = load_model(saved.huggingface)
+    for prompt in PROMPTS[:3]:
+        room = POSITIONS - len(loaded.tokenizer.encode(prompt))
+        expected = greedy_by_transformers(saved.huggingface, prompt, room)
+        eod = loaded.tokenizer.eod
+        expected = expected[: expected.index(eod)] if eod in expected else expected
+        (found,) = generate(loaded, prompt, max_new_tokens=room + 10, temperature=0, speculate=speculate)
+        assert list(found.tokens) == expected
+        assert found.finish_reason == ("length" if len(expected) == room else "stop")
 
 
 def test_an_empty_prompt_starts_a_document(gpt2):
