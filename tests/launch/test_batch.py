@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.config import all_keys
 from holdfast.launch.batch_scripts import launch_folder, preprocess_scripts, train_script
+from holdfast.launch.containers import with_container
 from holdfast.launch.options import SlurmOptions
 from holdfast.system.errors import UsageError
 from tests.launch.conftest import Lab
@@ -91,6 +92,15 @@ def test_slurm_accepts_every_file_with_every_flag(lab: Lab, shared: Path) -> Non
             path = write(run, name, text)
             asked = lab.run("sbatch", "--test-only", path, check=False)
             assert asked.returncode == 0, asked.stderr
+
+
+def test_an_image_in_the_working_folder_gets_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same batch file is submitted again from anywhere."""
+    (tmp_path / "holdfast.sqsh").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    options = with_container(SlurmOptions(container_image="./holdfast.sqsh"), {"save": "/runs/a"})
+    assert (options.container_image, options.container_mounts) == (f"{tmp_path}/holdfast.sqsh", "/runs/a:/runs/a")
 
 
 @pytest.mark.slurm

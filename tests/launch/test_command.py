@@ -16,7 +16,8 @@ import yaml
 
 from holdfast.command_line import flags as command_line
 from holdfast.data.preprocess.options import PreprocessOptions
-from holdfast.train.command import parse
+from holdfast.launch.options import DaskOptions, KubernetesOptions, SlurmOptions
+from holdfast.train.command import TrainOptions, parse
 from tests.launch.test_kubernetes import KINDS, check, pod_templates
 
 MODEL = [
@@ -86,6 +87,21 @@ def test_the_pods_get_the_flags_that_the_configuration_does_not_hold(given: list
         options = parse([str(mounted), *(flag.replace("$(NODE_RANK)", "1") for flag in flags)])
         assert (options.force, options.vocab_size_given) == (bool(given), True)
         assert options.config.model.vocab_size == 1000
+
+
+def test_the_restarts_of_ranks_and_of_pods_have_their_own_flags(tmp_path: Path) -> None:
+    manifests = rendered(*TRAIN, *CLUSTER, "--max-restarts", "7", "--backoff-limit", "5")
+    mounted = tmp_path / "config.toml"
+    mounted.write_text(manifests[0]["data"]["config.toml"])
+    assert parse([str(mounted)]).config.parallel.max_restarts == 7
+    assert manifests[-1]["spec"]["backoffLimit"] == 5
+
+
+@pytest.mark.parametrize("launcher", [SlurmOptions, KubernetesOptions, DaskOptions])
+@pytest.mark.parametrize("verb", [TrainOptions, PreprocessOptions])
+def test_no_flag_of_a_job_hides_one_of_its_verb(launcher: type, verb: type) -> None:
+    own, of_verb = ({flag.option for flag in command_line.flags_of(one) if flag.named} for one in (launcher, verb))
+    assert own & of_verb <= {"--dry-run", "--json"}  # these mean the job
 
 
 def test_a_run_whose_name_starts_with_a_digit_gets_objects_that_kubernetes_takes() -> None:

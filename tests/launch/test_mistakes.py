@@ -64,6 +64,11 @@ def test_a_volume_claim_is_a_name_and_an_absolute_path(pair: str) -> None:
         kubernetes.claim_paths(KubernetesOptions(pvc=(pair,)))
 
 
+def test_a_volume_claim_has_one_path() -> None:
+    with pytest.raises(UsageError, match="the claim fsx twice"):
+        kubernetes.claim_paths(KubernetesOptions(pvc=("fsx:/fsx", "fsx:/data")))
+
+
 def test_a_launch_of_nothing_names_what_can_be_launched() -> None:
     with pytest.raises(UsageError, match="nothing to launch; launch one of: train, preprocess"):
         launch_kubernetes(KubernetesOptions())
@@ -99,6 +104,19 @@ def test_a_time_that_slurm_does_not_know_is_refused(limit: str) -> None:
 def test_a_signal_that_comes_with_the_start_is_refused_with_what_would_fit(limit: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         slurm.check_times(None, limit, 300)
+
+
+@pytest.mark.parametrize("limit", ["0", "UNLIMITED", "2:00:00"])
+def test_more_time_than_the_partition_has_is_refused(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/sh\necho 'short* 1:00:00'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(HoldfastError, match="more than the partition allows"):
+        slurm.check_times(None, limit, 300)
+    slurm.check_times(None, "1:00:00", 300)
 
 
 @pytest.mark.parametrize(("program", "call"), [("sbatch", "check('#!/bin/bash')"), ("scontrol", "jobs('7')")])

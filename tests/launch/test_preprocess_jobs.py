@@ -15,6 +15,17 @@ from tests.launch.conftest import Lab, free_ports, is_free
 
 PARTITIONS = 4
 
+# Sends Ctrl-C to `launch status --watch` after its first line; ends with its exit code.
+INTERRUPTED_WATCH = """
+import signal, subprocess, sys
+command = [sys.executable, "-m", "holdfast.cli", "launch", "status", sys.argv[1], "--watch"]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+first = process.stdout.readline()
+process.send_signal(signal.SIGINT)
+sys.stdout.write(first + process.stdout.read())
+sys.exit(process.wait())
+"""
+
 
 def write_corpus(path: Path, documents: int) -> Path:
     words = random.Random(7).sample([f"w{number}" for number in range(5000)], 800)
@@ -85,6 +96,8 @@ def test_an_array_over_four_nodes_with_a_task_killed_equals_one_machine(
     assert len({lab.field(f"{array}_{task}", "BatchHost") for task in uninterrupted}) == len(uninterrupted)
 
     status = json.loads(lab.holdfast("launch", "status", f"{prefix}.run", "--json").stdout)
+    watched = lab.run(sys.executable, "-c", INTERRUPTED_WATCH, f"{prefix}.run")
+    assert watched.stdout == lab.holdfast("launch", "status", f"{prefix}.run").stdout
     assert [job["state"] for job in status["jobs"]] == [f"{PARTITIONS} COMPLETED", "COMPLETED"]
 
     # a partition is lost, and the jobs run again: only that one is made again

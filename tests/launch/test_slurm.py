@@ -17,6 +17,7 @@ from holdfast.system.errors import UsageError
         ("1-02:03:04", 93784),
         ("UNLIMITED", None),
         ("infinite", None),
+        ("0", None),
     ],
 )
 def test_time_limits_in_every_format(text: str, seconds: int | None) -> None:

@@ -173,6 +173,7 @@ def test_signals_requeues_and_cancels_change_nothing(
     assert "all iterations are done" in lab.holdfast("launch", "logs", "-f", run).stdout
 
 
+@pytest.mark.slow
 def test_two_nodes_compute_what_one_machine_computes_requeued_and_then_stopped(
     lab: Lab, shared: Path, inputs: tuple[Path, Path], uninterrupted: Path
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.command_line import flags
-from holdfast.command_line.results import print_json, print_result
+from holdfast.command_line.results import print_result
 from holdfast.launch.options import (
     DaskOptions,
     DoctorOptions,
@@ -36,7 +36,7 @@ MINIMUM = {
     "cpus_per_task": 1,
     "efa": 0,
     "max_requeues": 0,
-    "max_restarts": 0,
+    "backoff_limit": 0,
     "signal_seconds": 1,
     "timeout": 0,
 }
@@ -181,18 +181,29 @@ def dask_preprocess(options: DaskOptions, arguments: Sequence[str]) -> None:
 
 
 def launch_status(options: StatusOptions) -> None:
-    from holdfast.launch.launched_run import status
+    from holdfast.launch.launched_run import STATUS_SECONDS, status
 
-    found = status(options.run)
-    if options.json:
-        print_json(found)
+    if options.watch:
+        if options.json:
+            raise UsageError("--watch does not go with --json")
+        from holdfast.system.live_text import watch_text
+
+        watch_text(lambda: status_text(status(options.run)), STATUS_SECONDS)
         return
+    found = status(options.run)
+    print_result(found, status_text(found), options.json)
+
+
+def status_text(found: Mapping[str, Any]) -> str:
+    """The jobs of a run, one line each, and its progress."""
+    lines = []
     for job in found["jobs"]:
         facts = [f"nodes {job['nodes']}"] * bool(job["nodes"]) + [f"{job['time_left']} left"] * bool(job["time_left"])
         facts += [count_of(job["restarts"], "restart")] * bool(job["restarts"]) + [job["detail"]] * bool(job["detail"])
-        print(f"{job['script']:<18} job {job['job']:<8} {job['state']:<12} {', '.join(facts)}".rstrip())
+        lines.append(f"{job['script']:<18} job {job['job']:<8} {job['state']:<12} {', '.join(facts)}".rstrip())
     if found["iteration"] is not None:
-        print(f"iteration {found['iteration']}, loss {found['loss']}, last event: {found['last_event']}")
+        lines.append(f"iteration {found['iteration']}, loss {found['loss']}, last event: {found['last_event']}")
+    return "\n".join(lines)
 
 
 def launch_logs(options: LogsOptions) -> None:
@@ -223,7 +234,7 @@ def launch_image(options: ImageOptions) -> None:
         context = images.checkout(options.context)
         result = images.build(options.tag, context, options.base, options.efa, options.dry_run)
     else:
-        result = images.import_image(options.tag, options.output or images.default_squash_file(), options.dry_run)
+        result = images.import_image(options.tag, options.output, options.dry_run)
     value = {"commands": result} if options.dry_run else {"image": result[0]}
     print_result(value, "\n".join(result), options.json)
 

@@ -19,8 +19,10 @@ def with_container(options: SlurmOptions, paths: dict[str, str]) -> SlurmOptions
         if options.container_mounts:
             raise UsageError("--container-mounts needs --container-image")
         return options
-    if image.startswith((".", "/")) and not Path(image).exists():
-        raise HoldfastError(f"{image}: no such image; create it with `holdfast launch image import`")
+    if image.startswith((".", "/")):
+        if not Path(image).exists():
+            raise HoldfastError(f"{image}: no such image; create it with `holdfast launch image import`")
+        image = os.path.abspath(image)  # the job may be submitted again from another folder
     mounts = options.container_mounts or default_mounts(paths)
     targets = [Path(part.split(":")[1] if ":" in part else part) for part in mounts.split(",")]
     for key, path in paths.items():

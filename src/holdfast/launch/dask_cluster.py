@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.launch.preprocessing_job import SKIPPED_LINES, PreprocessingJob
 from holdfast.system.errors import HoldfastError
-from holdfast.system.progress import progress
+from holdfast.system.progress import log, progress
 
 RETRIES = 2
 CONNECT_SECONDS = 15
@@ -24,17 +24,26 @@ def run_partitions(scheduler: str, job: PreprocessingJob) -> str:
     except ImportError:
         raise HoldfastError("Dask is not installed: pip install 'holdfast[dask]', here and on the workers") from None
     client = connect(Client, scheduler)
+    if not client.scheduler_info()["workers"]:
+        log(f"the Dask cluster at {scheduler} has no worker yet; waiting for one")
     try:
         commands = [[*job.command, "--partition-index", str(index)] for index in range(job.partitions)]
         futures = client.map(run_command, commands, pure=False, retries=RETRIES)
         with progress("partitions", job.partitions, unit="partitions") as bar:
             for future in as_completed(futures):
-                if future.status != "finished":
-                    raise HoldfastError(str(future.exception()))
+                printed(future)
                 bar.advance()
-        return str(client.submit(run_command, job.command, pure=False, retries=RETRIES).result())
+        return printed(client.submit(run_command, job.command, pure=False, retries=RETRIES))
     finally:
         client.close()
+
+
+def printed(future: Any) -> str:
+    """What the command of a future printed, once it has ended; raises the error of one that failed."""
+    error = future.exception()
+    if error is not None:
+        raise HoldfastError(str(error))
+    return str(future.result())
 
 
 def connect(client: Any, scheduler: str) -> Any:

@@ -171,7 +171,7 @@ def check_scheduler() -> Iterator[Check]:
     else:
         listed = output("sinfo", "-h", "-o", "%P %a %D %T")
         states = "the controller does not answer" if listed is None else "; ".join(listed.strip().splitlines())
-        yield passes_if(listed is not None, "slurm", f"{version}; {states}", "ask with `scontrol ping`")
+        yield passes_if(listed is not None, "slurm", f"{version}; {states}", "check it with `scontrol ping`")
         pyxis = "--container-image" in (output("srun", "--help") or "")
         advice = "without it --container-image is refused; see Pyxis in plugstack.conf"
         yield passes_if(pyxis, "pyxis", "in srun" if pyxis else "not in srun", advice, "warn")

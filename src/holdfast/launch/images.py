@@ -36,14 +36,11 @@ def build(tag: str, context: Path, base: str | None, efa: str | None, dry_run: b
     return [tag]
 
 
-def default_squash_file() -> Path:
-    return Path(os.environ.get("APPS_PATH", ".")) / "holdfast.sqsh"
-
-
-def import_image(tag: str, output: Path, dry_run: bool) -> list[str]:
+def import_image(tag: str, output: Path | None, dry_run: bool) -> list[str]:
     """Imports the Docker image into a squash file and returns its path; with `dry_run` returns the commands.
 
     A file of the same image is kept."""
+    output = output or Path(os.environ.get("APPS_PATH", ".")) / "holdfast.sqsh"
     temporary = temporary_beside(output)
     inspect = ["docker", "image", "inspect", "--format", "{{.Id}}", tag]
     command = ["enroot", "import", "--output", str(temporary), f"dockerd://{tag}"]

@@ -100,7 +100,7 @@ def indexed_job(pods: TrainingPods) -> list[Manifest]:
         "selector": labels(name),
         "ports": [{"name": "rendezvous", "port": PORT}],
     }
-    job = indexed(options.nodes, options.max_restarts, template)
+    job = indexed(options, options.nodes, template)
     return [
         manifest(options, "v1", "Service", name, spec=service),
         manifest(options, "batch/v1", "Job", name, spec=job),
@@ -109,10 +109,10 @@ def indexed_job(pods: TrainingPods) -> list[Manifest]:
 
 def job_set(pods: TrainingPods) -> list[Manifest]:
     options, name = pods.options, pods.name
-    nodes = indexed(options.nodes, options.max_restarts, pods.indexed_template(f"{name}-node-0-0"))
+    nodes = indexed(options, options.nodes, pods.indexed_template(f"{name}-node-0-0"))
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": name},
-        "failurePolicy": {"maxRestarts": options.max_restarts},
+        "failurePolicy": {"maxRestarts": options.backoff_limit},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": nodes}}],
     }
     return [manifest(options, JOBSET_API, "JobSet", name, spec=spec)]
@@ -127,7 +127,7 @@ def pytorch_job(pods: TrainingPods) -> list[Manifest]:
     roles = {"Master": 1, "Worker": options.nodes - 1}
     spec = {
         "nprocPerNode": str(pods.nproc_per_node),
-        "runPolicy": {"backoffLimit": options.max_restarts, "cleanPodPolicy": "None"},
+        "runPolicy": {"backoffLimit": options.backoff_limit, "cleanPodPolicy": "None"},
         "pytorchReplicaSpecs": {
             role: {"replicas": count, "restartPolicy": restart, "template": template}
             for role, count in roles.items()
@@ -143,7 +143,7 @@ def train_job(pods: TrainingPods) -> list[Manifest]:
     template = pods.template("node", "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)")
     node = {
         "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-        "spec": {"backoffLimit": options.max_restarts, "template": template},
+        "spec": {"backoffLimit": options.backoff_limit, "template": template},
     }
     runtime = {
         "mlPolicy": {"numNodes": options.nodes, "torch": {}},
@@ -174,16 +174,16 @@ def preprocess_manifests(
         {
             "name": "partitions",
             "replicas": 1,
-            "template": {"spec": {**indexed(partitions, options.max_restarts, template), "parallelism": options.nodes}},
+            "template": {"spec": {**indexed(options, partitions, template), "parallelism": options.nodes}},
         },
         {
             "name": "merge",
             "replicas": 1,
             "dependsOn": [{"name": "partitions", "status": "Complete"}],
-            "template": {"spec": indexed(1, options.max_restarts, merge)},
+            "template": {"spec": indexed(options, 1, merge)},
         },
     ]
-    spec = {"failurePolicy": {"maxRestarts": options.max_restarts}, "replicatedJobs": jobs}
+    spec = {"failurePolicy": {"maxRestarts": options.backoff_limit}, "replicatedJobs": jobs}
     return [manifest(options, JOBSET_API, "JobSet", name, spec=spec)]
 
 
@@ -196,13 +196,13 @@ def labels(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/instance": name}
 
 
-def indexed(completions: int, backoff: int, template: Manifest) -> Manifest:
+def indexed(options: KubernetesOptions, completions: int, template: Manifest) -> Manifest:
     """The specification of an indexed job."""
     return {
         "completionMode": "Indexed",
         "completions": completions,
         "parallelism": completions,
-        "backoffLimit": backoff,
+        "backoffLimit": options.backoff_limit,
         "template": template,
     }
 
@@ -260,6 +260,8 @@ def claim_paths(options: KubernetesOptions) -> dict[str, str]:
         claim, colon, path = pair.partition(":")
         if not colon or not path.startswith("/") or not all(LABEL.fullmatch(part) for part in claim.split(".")):
             raise UsageError(f"--pvc '{pair}' is not CLAIM:/PATH")
+        if claim in found:
+            raise UsageError(f"--pvc names the claim {claim} twice; a claim is mounted at one path")
         found[claim] = path
     return found
 

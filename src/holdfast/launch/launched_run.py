@@ -18,6 +18,8 @@ from holdfast.system.journal import Journal, read_journal
 from holdfast.system.progress import log
 
 POLL_SECONDS = 1.0
+STATUS_SECONDS = 5.0
+"""Between two requests of `launch status --watch` to Slurm's controller."""
 
 
 @dataclass(frozen=True)

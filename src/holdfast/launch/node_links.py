@@ -11,7 +11,7 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,11 +34,11 @@ class NodeLink:
     locks_not_seen: tuple[str, ...]
 
 
-def task_of_step(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def task_of_step() -> tuple[int, int] | None:
     """(number of this node, number of nodes) inside a Slurm step of several nodes; None elsewhere."""
-    if "SLURM_PROCID" not in environment or int(environment.get("SLURM_NNODES", "1")) < 2:
+    if "SLURM_PROCID" not in os.environ or int(os.environ.get("SLURM_NNODES", "1")) < 2:
         return None
-    return int(environment["SLURM_NODEID"]), int(environment["SLURM_NNODES"])
+    return int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_NNODES"])
 
 
 def first_host(nodes: str) -> str:
@@ -47,13 +47,10 @@ def first_host(nodes: str) -> str:
     return prefix + (first or "")
 
 
-def port_of_job(environment: Mapping[str, str] = os.environ) -> int:
-    return 20000 + (int(environment["SLURM_JOB_ID"]) * 7 + int(environment.get("SLURM_STEP_ID", "0"))) % 10000
-
-
 def measure(node: int, nodes: int, folders: Sequence[Path]) -> list[NodeLink]:
     """On node 0: the links to all other nodes. On another node: measures with node 0 and returns nothing."""
-    host, port = first_host(os.environ["SLURM_JOB_NODELIST"]), port_of_job()
+    host = first_host(os.environ["SLURM_JOB_NODELIST"])
+    port = 20000 + (int(os.environ["SLURM_JOB_ID"]) * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))) % 10000
     if node:
         measure_with_first_node(host, port, folders)
         return []

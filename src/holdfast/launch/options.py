@@ -150,8 +150,8 @@ class KubernetesOptions(ClusterOptions):
     """Size of /dev/shm, e.g. 64Gi. Unset: what the snapshots of this configuration need."""
     node_selector: tuple[str, ...] = ()
     """LABEL=VALUE pairs that the nodes must have."""
-    max_restarts: int = 20
-    """Restarts after which the job fails."""
+    backoff_limit: int = 20
+    """Restarts of pods after which the job fails; --max-restarts of train counts those of the ranks inside a pod."""
     apply: bool = False
     """Create the objects with kubectl. Unset: print them."""
 
@@ -225,7 +225,11 @@ class StatusOptions(LaunchedRunOptions):
     Examples:
 
       holdfast launch status /fsx/runs/345m
+      holdfast launch status /fsx/runs/345m --watch
     """
+
+    watch: bool = False
+    """Ask again every five seconds, until Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True)

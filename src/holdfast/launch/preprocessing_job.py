@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast.command_line import flags
-from holdfast.launch.training_job import TOKENIZER_KEYS
 from holdfast.system.errors import HoldfastError, UsageError
+from holdfast.tokenizers.folder import FILE_KEYS
 from holdfast.train.run_folder.paths import absolute, existing
 
 # `holdfast preprocess` exits with this code when it skipped bad lines, as the user allowed.
@@ -51,8 +51,8 @@ def preprocessing_job(arguments: Sequence[str], nodes: int, shared_files: bool =
     values["partitions"] = nodes if values["partitions"] == 1 else values["partitions"]
     values["input"] = tuple(absolute(name) for name in values["input"])
     values["output_prefix"] = absolute(values["output_prefix"])
-    values |= {key: existing(values[key]) for key in TOKENIZER_KEYS if values[key]}
-    files = {key: values[key] for key in TOKENIZER_KEYS if values[key] and Path(values[key]).is_absolute()}
+    values |= {key: existing(values[key]) for key in FILE_KEYS if values[key]}
+    files = {key: values[key] for key in FILE_KEYS if values[key] and Path(values[key]).is_absolute()}
     inputs = {f"input {i}": name for i, name in enumerate(values["input"], 1)}
     if shared_files:
         for key, path in (inputs | files).items():

@@ -75,17 +75,17 @@ def partitions() -> list[str]:
 def check_times(partition: str | None, limit: str | None, warning: int | None) -> None:
     """Refuses a limit above the partition's, with which the job would never start, and a signal so early that the job would
     requeue for ever. `warning`: seconds before the limit at which Slurm signals the job."""
-    seconds = seconds_of(limit) if limit else None
-    if seconds is None:
+    if limit is None:
         return
-    if warning is not None and warning + 60 > seconds:
+    seconds = seconds_of(limit)
+    if seconds is not None and warning is not None and warning + 60 > seconds:
         raise UsageError(
             f"--signal-seconds {warning} leaves no time to train of --time {limit} ({count_of(seconds // 60, 'minute')}), "
             "because Slurm may send the signal a minute early; give more time"
             + (f", or --signal-seconds {seconds - 120} or less" if seconds > 120 else "")
         )
     longest = longest_time(partition)
-    if longest is not None and seconds > longest:
+    if longest is not None and (seconds is None or seconds > longest):
         raise HoldfastError(
             f"--time {limit} is more than the partition allows ({count_of(longest // 60, 'minute')}): the job would "
             "never start"
@@ -119,7 +119,7 @@ def seconds_of(limit: str) -> int | None:
         hours, minutes, seconds = parts
     else:
         hours, (minutes, seconds) = 0, (*parts, 0)[:2]
-    return day * 86400 + hours * 3600 + minutes * 60 + seconds
+    return (day * 86400 + hours * 3600 + minutes * 60 + seconds) or None  # to Slurm, 0 is no limit
 
 
 def submit(script: Path, after: str | None = None) -> str:

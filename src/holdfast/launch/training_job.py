@@ -11,9 +11,8 @@ from pathlib import Path
 from holdfast.config import Config
 from holdfast.parallel.layout import ParallelLayout, check_layout, layout_of
 from holdfast.system.errors import HoldfastError, UsageError
+from holdfast.tokenizers.folder import FILE_KEYS
 from holdfast.train.run_folder.paths import is_weight, with_absolute_paths
-
-TOKENIZER_KEYS = ("vocab_file", "merge_file", "tokenizer_model")
 
 SET_BY_JOB = {
     "--nnodes": "give --nodes",
@@ -48,15 +47,15 @@ class TrainingJob:
 
     @property
     def assets(self) -> tuple[str, ...]:
-        """The tokenizer's names that are no file here: the job fetches them."""
-        names = [getattr(self.config.data, key) for key in TOKENIZER_KEYS]
+        """The tokenizer's names that are not files here: the job fetches them."""
+        names = [getattr(self.config.data, key) for key in FILE_KEYS]
         return tuple(name for name in names if name and not Path(name).exists())
 
     def paths(self) -> dict[str, str]:
         """Key → a path that the job must be able to read or write."""
         data = self.config.data
         prefixes = {f"data_path {i}": prefix for i, prefix in enumerate(dataset_prefixes(self.config), 1)}
-        files = {key: value for key in TOKENIZER_KEYS if (value := getattr(data, key)) and value not in self.assets}
+        files = {key: value for key in FILE_KEYS if (value := getattr(data, key)) and value not in self.assets}
         return {"save": str(self.run), **prefixes, **files}
 
     def snapshot_bytes(self) -> int:
