@@ -1,7 +1,10 @@
 """The page shows the content of the run folder, and loads nothing else."""
 
+import base64
+import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,12 +13,16 @@ import pytest
 
 from holdfast.checkpoint.manifest import Manifest, ShardFile, chunk_checksum, write_manifest
 from holdfast.cli import run
-from holdfast.report.chart import Chart, Curve, compact_number, round_ticks
-from holdfast.report.events import duration
+from holdfast.config import config_to_toml, read_config
+from holdfast.report.comparison import differences
+from holdfast.report.curves import COLUMNS, thinned
 from holdfast.report.page import render
-from holdfast.report.run_record import downsampled, read_run, smoothed
-from holdfast.system.errors import HoldfastError
+from holdfast.report.rank_times import read_rank_times
+from holdfast.report.run_record import read_run
+from holdfast.report.sections import compact_number
+from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.journal import Journal
+from holdfast.train.run_folder.events import duration
 from tests.report.runs import record, write_run
 
 
@@ -44,59 +51,139 @@ def folder(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("runs") / "first")
 
 
+def curves(html):
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, flags=re.DOTALL)
+    return json.loads(found)
+
+
+def column(run, name):
+    return [row[COLUMNS.index(name)] for row in run["rows"]]
+
+
 def test_the_page_loads_nothing_from_anywhere(folder):
-    html = render(read_run(folder))
-    page = Page(html)
-    assert page.addresses == [] and "http" not in html and "@import" not in html and "url(" not in html
-
-
-def test_every_picture_is_well_formed_and_the_loss_is_drawn_point_by_point(folder):
-    pictures = svgs(render(read_run(folder)))
-    assert [picture.get("aria-label") for picture in pictures] == [
-        "Loss", "Loss", "Learning rate", "Gradient norm", "Throughput", "Step time", "Model FLOPs utilisation", "Snapshot stall",
-        "events over time", "events over time",
-    ]  # fmt: skip
-    lines = {line.get("class"): line.get("points").split() for line in pictures[0].iter("polyline")}
-    assert len(lines["line raw"]) == 200 and len(lines["line second"]) == 8
-    xs = [float(point.split(",")[0]) for point in lines["line raw"]]
-    ys = [float(point.split(",")[1]) for point in lines["line raw"]]
-    assert xs == sorted(xs) and ys[0] < ys[-1]  # the loss falls, and SVG counts downwards
-    # a value lies where the axis says: the tick labels are at the heights of their numbers
-    ticks = {float(t.text): float(t.get("y")) - 3.5 for t in pictures[0].iter("text") if t.get("text-anchor") == "end"}
-    (low, high), per_unit = (
-        (min(ticks), max(ticks)),
-        (ticks[max(ticks)] - ticks[min(ticks)]) / (max(ticks) - min(ticks)),
+    html = render([read_run(folder)])
+    assert Page(html).addresses == [] and "@import" not in html and "url(" not in html
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', html)
+    assert (
+        policy.startswith("default-src 'none'; script-src 'sha256-")
+        and "unsafe" not in policy
+        and "connect" not in policy
     )
-    loss = read_run(folder).series("loss")
-    assert low <= loss[-1][1] <= high
-    assert ys[-1] == pytest.approx(ticks[low] + (loss[-1][1] - low) * per_unit, abs=0.2)
 
 
-def test_every_axis_has_a_label_with_its_unit(folder):
-    labels = [
-        [text.text for text in picture.iter("text") if text.get("class") == "axis-label"]
-        for picture in svgs(render(read_run(folder)))
-    ]
-    assert labels[1:] == [
-        ["loss (nats)", "iteration"], ["learning rate", "iteration"], ["L2 norm", "iteration"],
-        ["tokens/s, all ranks", "iteration"], ["ms per step", "iteration"], ["% of the device's peak", "iteration"],
-        ["ms per step", "iteration"], ["time since the first event"], ["time since the first event"],
+def test_the_policy_names_the_script_and_the_style_of_the_page_by_their_hashes(folder):
+    html = render([read_run(folder)])
+    for tag, kind in (("script", "script-src"), ("style", "style-src")):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}'" in html
+    assert "Permission is hereby granted, free of charge" in html  # the licence of uPlot travels with it
+
+
+def test_every_logged_point_is_in_the_page(folder):
+    found = curves(render([read_run(folder)]))
+    (run,) = found["runs"]
+    assert column(run, "iteration") == list(range(1, 201))
+    assert column(run, "loss") == pytest.approx([value for _, value in read_run(folder).series("loss")], rel=1e-5)
+    assert [i for i, v in zip(column(run, "iteration"), column(run, "validation_loss"), strict=True) if v] == list(
+        range(25, 201, 25)
+    )
+    assert [chart["column"] for chart in found["charts"]] == [
+        "loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "mfu", "snapshot_stall_ms",
     ]  # fmt: skip
+    (mark,) = run["marks"]
+    assert mark["step"] == 118 and mark["time"] == 23.5 and "resumed from memory" in mark["text"]
 
 
-def test_a_phone_gets_narrow_drawings(folder):
-    """At 390 pixels a drawing of 980 has labels of 4 pixels: wide drawings are hidden there, and no other is wider than 480."""
-    html = render(read_run(folder))
-    for picture in svgs(html):
-        assert picture.get("class") == "on-wide" or float(picture.get("viewBox").split()[2]) <= 480
-    assert "svg.on-wide { display: none; } svg.on-narrow { display: block; }" in html
+def test_times_are_in_seconds_since_the_start_and_old_runs_have_none(folder, tmp_path):
+    assert set(column(curves(render([read_run(folder)]))["runs"][0], "time")) == {None}
+    Journal(tmp_path / "events.jsonl").write({"time": 1000.0, "event": "started"})
+    journal = Journal(tmp_path / "metrics.jsonl")
+    for iteration in (1, 2):
+        journal.write(record(iteration, time=1000.5 + iteration))
+    assert column(curves(render([read_run(tmp_path)]))["runs"][0], "time") == [1.5, 2.5]
+
+
+def test_several_runs_share_a_page_that_shows_how_their_configurations_differ(folder, tmp_path):
+    other = write_run(tmp_path / "second", iterations=300)
+    html = render([read_run(folder), read_run(other)])
+    assert [run["name"] for run in curves(html)["runs"]] == ["first", "second"]
+    text = Page(html).text
+    assert (
+        "2 runs" in text
+        and "train_iters" in text
+        and "seq_length" not in text.split("Configurations")[1].split("events,")[0]
+    )
+    assert re.search(r'<td>train_iters</td><td class="">200</td><td class="differs">300</td>', html)
+    # the table of runs has the key too, unlike keys that are equal
+    runs = html.split('<div class="card below runs">')[1].split("</table>")[0]
+    assert "<th>train_iters</th>" in runs and '<td class="differs">300</td>' in runs and "seq_length" not in runs
+    for path in (folder, other):
+        config = read_config(path / "config.toml")
+        files = replace(config.data, vocab_file=f"{path}/tokenizer/vocab.json")
+        text = config_to_toml(replace(config, data=files, train=replace(config.train, save=str(path))))
+        (path / "config.toml").write_text(text)
+    assert "<td>vocab_file</td>" not in render([read_run(folder), read_run(other)])
+    assert differences([{"lr": 1, "seed": 2}, {"lr": 1, "seed": 3}, None]) == {"lr": [1, 1, None], "seed": [2, 3, None]}
+
+
+def test_runs_of_the_same_name_are_shown_with_their_paths(folder, tmp_path):
+    html = render([read_run(folder), read_run(write_run(tmp_path / "first"))])
+    assert [run["name"] for run in curves(html)["runs"]] == [str(folder), str(tmp_path / "first")]
+
+
+def test_generated_texts_of_the_run_are_shown(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "samples").mkdir()
+    written = [{"prompt": "<b>once", "completion": " upon", "text": "", "tokens": []}, {"no": "completion"}, 3]
+    (folder / "samples" / "step-100.json").write_text(json.dumps(written))
+    (folder / "samples" / "torn.json").write_text("[{")
+    html = render([read_run(folder)])
+    assert "<pre><b>&lt;b&gt;once</b> upon</pre>" in html and "step-100" in Page(html).text
+
+
+def test_samples_of_evaluations_are_shown_newest_first_and_the_last_of_equal_steps_counts(tmp_path):
+    folder = write_run(tmp_path / "run")
+    journal = Journal(folder / "samples.jsonl")
+    for step, completion in ((50, " first"), (100, " replayed"), (100, " second<")):
+        journal.write(
+            {"time": 1.0, "step": step, "prompt": "def", "completion": completion, "text": "def" + completion}
+        )
+    journal.write({"step": "damaged", "prompt": "x", "completion": "y"})
+    journal.close()
+    html = render([read_run(folder)])
+    assert re.findall(r"<figcaption>(.*?)</figcaption><pre><b>def</b>(.*?)</pre>", html) == [
+        ("step 100", " second&lt;"),
+        ("step 50", " first"),
+    ]
+    assert "replayed" not in html
+
+
+def test_the_slowest_rank_comes_first_in_the_table_of_ranks(tmp_path):
+    folder = write_run(tmp_path / "run")
+    journal = Journal(folder / "rank_times.jsonl")
+    journal.write({"iteration": 1, "steps": 1, "compute_ms": [1.0, 2.0, 3.0]})  # before the run went on with two ranks
+    for step in (10, 20, 20):
+        journal.write({"time": 1.0, "iteration": step, "steps": 10, "compute_ms": [100.0, 150.0 + step]})
+    for damaged in ("fast", [1, None], [True, 2]):
+        journal.write({"iteration": 30, "compute_ms": damaged})
+    journal.close()
+    assert read_rank_times(folder / "rank_times.jsonl") == [[100.0, 160.0], [100.0, 170.0]]
+    assert read_rank_times(folder / "rank_times.jsonl", tail_bytes=240) == [[100.0, 170.0]]
+    html = render([read_run(folder)])
+    table = html.split("Step times by rank")[1].split("</table>")[0]
+    assert re.findall(r'<td class="number">(.*?)</td>', table) == [
+        *("1", "165.0", "1.25 ×", "170.0", "100%"),
+        *("0", "100.0", "0.75 ×", "100.0", "0%"),
+    ]
+    assert "Step times by rank" not in render([read_run(write_run(tmp_path / "without"))])
 
 
 def test_failures_resumes_and_repeated_steps_are_shown_in_words(folder):
-    text = Page(render(read_run(folder))).text
+    text = Page(render([read_run(folder)])).text
     for expected in (
         "finished", "rank 1 was killed by SIGKILL at step 120; resumed from memory 3.5 s later, 2 steps repeated",
-        "checkpoint step-00000200 written, 5.2 MB, in 0.8 s", "2 logged iterations were computed again",
+        "checkpoint step-00000200 written, 5.2 MB, in 0.8 s", "computed again: 2 logged iterations",
         "failures survived", "step-00000100", "latest", "tensor 1 × pipeline 1", "the complete configuration",
     ):  # fmt: skip
         assert expected in text, expected
@@ -117,20 +204,23 @@ def test_what_a_run_folder_contains_cannot_become_markup(tmp_path):
     journal = Journal(folder / "events.jsonl")
     journal.event("failure", rank=evil, cause=evil, kind=evil, **{evil: evil})
     journal.event(evil, path=evil)
-    page = Page(render(read_run(folder)))
-    assert page.tags.count("script") == 1 and page.text.count(evil) >= 5
-    assert len(svgs(render(read_run(folder)))) == 10
+    page = Page(render([read_run(folder)]))
+    assert page.tags.count("script") == 2 and page.text.count(evil) >= 5
+    assert len(svgs(render([read_run(folder)]))) == 3
+    journal.event("resumed", source="</script>" + evil, step=1)
+    page = Page(render([read_run(folder)]))
+    assert page.tags.count("script") == 2 and page.text.count("</script>" + evil) >= 2
 
 
 def test_a_run_that_has_just_started_or_lost_its_numbers_still_has_a_page(tmp_path):
     Journal(tmp_path / "events.jsonl").event("started", world=1)
-    assert "nothing logged yet" in render(read_run(tmp_path)) and read_run(tmp_path).state == "under way"
+    assert curves(render([read_run(tmp_path)]))["runs"][0]["rows"] == [] and read_run(tmp_path).state == "under way"
     journal = Journal(tmp_path / "metrics.jsonl")
     journal.write(record(1, loss=float("nan"), mfu=None))
     journal.write(record(2, loss=3.0, mfu=None))
     assert read_run(tmp_path).series("loss") == [(2, 3.0)]
-    page = render(read_run(tmp_path))
-    assert "the device's peak is unknown" in Page(page).text and svgs(page)
+    page = render([read_run(tmp_path)])
+    assert "the device's peak is unknown" in [chart["hint"] for chart in curves(page)["charts"]] and svgs(page)
 
 
 def test_a_torn_checkpoint_is_named(tmp_path):
@@ -140,14 +230,39 @@ def test_a_torn_checkpoint_is_named(tmp_path):
     (whole, torn) = read_run(folder).checkpoints
     assert "MANIFEST.json" in torn["trouble"] and not whole["trouble"]
     assert read_run(folder).latest == Path(whole["path"]).name
-    assert torn["trouble"] in Page(render(read_run(folder))).text
+    assert torn["trouble"] in Page(render([read_run(folder)])).text
 
 
 def test_a_checkpoint_without_a_file_is_named(tmp_path):
     folder = write_run(tmp_path / "run")
     shard = ShardFile("shard-00001-of-00002.safetensors", 1, 1000, [chunk_checksum(b"x" * 1000)], [])
     write_manifest(folder / "checkpoints" / "step-00000200", Manifest(200, 2, "plan", {}, [shard]))
-    assert "missing or of a wrong size" in Page(render(read_run(folder))).text
+    assert "missing or of a wrong size" in Page(render([read_run(folder)])).text
+
+
+def test_a_page_without_runs_or_a_live_one_with_a_file_is_refused(folder):
+    with pytest.raises(UsageError, match="give one or several run folders"):
+        run(["report"])
+    with pytest.raises(UsageError, match="--watch writes no file"):
+        run(["report", str(folder), "--watch", "--output", "x.html"])
+    with pytest.raises(UsageError, match="--port is the port of --watch"):
+        run(["report", str(folder), "--port", "8765"])
+    with pytest.raises(UsageError, match="--port 70000"):
+        run(["report", str(folder), "--watch", "--port", "70000"])
+
+
+def test_the_picture_shows_all_runs(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    run(["report", str(folder), "--png", "--output", str(tmp_path / "one.png")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG\r\n") and len(
+        (tmp_path / "one.png").read_bytes()
+    ) > 20_000
+    empty = tmp_path / "$x^{"
+    empty.mkdir()
+    Journal(empty / "events.jsonl").event("started", world=1)
+    run(["report", str(empty), str(folder), "--png"])
+    assert capsys.readouterr().out.strip() == str(empty / "report.png")
 
 
 def test_the_command_writes_the_page_beside_the_run_and_prints_where(folder, tmp_path, capsys):
@@ -160,25 +275,6 @@ def test_the_command_writes_the_page_beside_the_run_and_prints_where(folder, tmp
         run(["report", str(tmp_path / "nowhere")])
     with pytest.raises(HoldfastError, match="is not a run folder"):
         run(["report", str(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 10, [0, 2.5, 5, 7.5, 10]),
-        (2.1, 7.9, [2, 4, 6, 8]),
-        (0, 3e-4, [0, 1e-4, 2e-4, 3e-4]),
-        (-3, 4, [-4, -2, 0, 2, 4]),
-    ],
-)
-def test_ticks_are_round_and_span_the_values(low, high, expected):
-    assert round_ticks(low, high, 4) == pytest.approx(expected)
-
-
-def test_a_constant_or_a_single_value_can_be_drawn():
-    for points in ([(1, 5.0)], [(1, 0.0), (2, 0.0)]):
-        (picture,) = svgs(Chart("constant", "", [Curve("a", points, "main")]).svg())
-        assert "nan" not in ElementTree.tostring(picture).decode()
 
 
 def test_numbers_and_durations_are_short():
@@ -194,8 +290,15 @@ def test_numbers_and_durations_are_short():
     ]
 
 
-def test_long_curves_are_thinned_to_means_and_smoothing_keeps_a_constant():
-    series = [(float(x), float(x % 2)) for x in range(5000)]
-    thin = downsampled(series, 500)
-    assert len(thin) == 500 and all(value == 0.5 for _, value in thin)
-    assert smoothed([(0, 3.0), (1, 3.0), (2, 3.0)], 10) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+def test_long_runs_keep_spikes_validations_and_the_last_row():
+    records = [{"iteration": step, "loss": 2.0 + step % 2 / 10} for step in range(100_000)]
+    records[50_001]["loss"], records[70_003]["loss"] = 9.0, 0.5
+    records[33_333]["validation_loss"] = 2.0
+    kept = thinned(records, 20_000)
+    assert 10_000 < len(kept) <= 20_010 and kept[-1] is records[-1]
+    assert {50_001, 70_003, 33_333} <= {record["iteration"] for record in kept}
+    assert [record["iteration"] for record in kept] == sorted(record["iteration"] for record in kept)
+    assert thinned(records[:20_000], 20_000) == records[:20_000]
+    # while a run grows, the rows sent to a page stay as they are
+    later = thinned([*records, {"iteration": 100_000, "loss": 1.0}], 20_000)
+    assert later[: len(kept) - 4] == kept[:-4]

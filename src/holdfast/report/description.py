@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.events import as_int, duration, one_line
 from holdfast.snapshot.report import advice_lines, disk_lines, memory_lines
 from holdfast.system.progress import count_of
+from holdfast.train.run_folder.events import as_int, duration, one_line
 
 WIDTH, LABEL = 80, 12
 
@@ -71,7 +71,8 @@ def _data(data: dict[str, Any] | None) -> str:
     if data is None:
         return ""
     where = " ".join(data["data_path"]) or "no data path"
-    return f"{where}, split {data['split']}, sequences of {data['seq_length']:,} tokens"
+    padding = "" if data["padding_share"] is None else f", {data['padding_share']:.2%} of them padding"
+    return f"{where}, split {data['split']}, sequences of {data['seq_length']:,} tokens{padding}"
 
 
 def _tokenizer(data: dict[str, Any] | None) -> str:

@@ -12,12 +12,12 @@ from holdfast.checkpoint.manifest import read_manifest
 from holdfast.config import Config, ParallelConfig
 from holdfast.inspection import DocumentSamples, PathDescription
 from holdfast.report.description import description_lines
-from holdfast.report.events import describe_event, last_failure
 from holdfast.report.run_record import RunRecord, read_run
 from holdfast.snapshot.inspection import arena_troubles, disk_troubles
 from holdfast.snapshot.memory.run_memory import MEMORY, run_memories
 from holdfast.snapshot.report import disk_only_facts, is_run_folder, resume_advice, run_facts
 from holdfast.system.errors import HoldfastError
+from holdfast.train.run_folder.events import describe_event, last_failure
 
 VERIFIED_BYTES = 8e9
 """Checksums of up to this many bytes of checkpoints are compared, newest first; of the others only the sizes."""
@@ -39,7 +39,7 @@ def describe(path: Path, samples: DocumentSamples) -> PathDescription:
     facts: dict[str, Any] = {**held, **_state(run, held)}
     facts |= {
         "model": _model(run.config, held["checkpoints"]),
-        "data": _data(run.config),
+        "data": _data(run),
         **_progress(run, facts),
         "loss": _losses(run, "loss"),
         "validation_loss": _losses(run, "validation_loss"),
@@ -120,11 +120,13 @@ def _built_parameters(config: Config) -> int | None:
     return sum(parameter.numel() for parameter in whole.parameters())
 
 
-def _data(config: Config | None) -> dict[str, Any] | None:
+def _data(run: RunRecord) -> dict[str, Any] | None:
+    config = run.config
     if config is None:
         return None
-    keys = ("split", "seq_length", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
-    return {"data_path": list(config.data.data_path), **{key: getattr(config.data, key) for key in keys}}
+    keys = ("split", "seq_length", "packing", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+    facts = {key: getattr(config.data, key) for key in keys}
+    return {"data_path": list(config.data.data_path), **facts, "padding_share": run.last("padding_share")}
 
 
 def _progress(run: RunRecord, facts: dict[str, Any]) -> dict[str, Any]:

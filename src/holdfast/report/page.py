@@ -1,250 +1,136 @@
-"""The page: one HTML file that loads nothing else. Text from the run folder is escaped."""
+"""The page about one or several runs: one HTML file that loads nothing else.
 
-from dataclasses import replace
+The invariants: text from a run folder is escaped, and a content security policy names the page's own script and style by hash,
+so that the browser runs no other script even if text were not escaped. Python writes the text, tables and the timeline; page.js
+draws the curves with uPlot from the JSON in the page, and in live mode replaces all of it with what the server sends.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from holdfast.config import Config, config_to_toml
-from holdfast.report.chart import NARROW, Chart, Curve, Marker, compact_number, timeline
+import orjson
+
+from holdfast.report import sections
+from holdfast.report.comparison import differences_table, run_names, runs_table
+from holdfast.report.curves import COLUMNS, charts_of, curves_of
 from holdfast.report.description import moment
-from holdfast.report.events import as_int, describe_event, describe_events, duration, repeated_steps
-from holdfast.report.run_record import RunRecord, downsampled, smoothed
-from holdfast.snapshot.report import size_text
-
-# Event → lane of the timeline and style. Other events get a lane of their own.
-LANES = {
-    "started": ("run", "main"),
-    "finished": ("run", "main"),
-    "failure": ("failures", "bad"),
-    "refused": ("failures", "bad"),
-    "resumed": ("resumes", "good"),
-    "snapshot": ("snapshots", "warn"),
-    "persisted": ("on disk", "third"),
-}
+from holdfast.report.rank_times import rank_table
+from holdfast.report.run_record import RunRecord
 
 
-def render(run: RunRecord) -> str:
-    """The whole page as text."""
-    name = run.path.resolve().name
-    asset = files("holdfast.report")
+def render(runs: Sequence[RunRecord], live: bool = False) -> str:
+    """The whole page as text. A live page listens to the server that it came from."""
+    content = page_content(runs)
+    style, script = _style(), _script()
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{content_policy(live)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(name)} · holdfast</title>
-<style>{asset.joinpath("page.css").read_text()}</style>
+<title>{escape(content["title"])} · holdfast</title>
+<style>{style}</style>
 </head>
-<body><main>
-<header><h1>{escape(name)}<span class="state {run.state.split()[0]}">{escape(run.state)}</span></h1>
-<p>{escape(_subtitle(run))}</p></header>
-{_problems(run)}
-{_tiles(run)}
-{_charts(run)}
-{_events(run)}
-{_checkpoints(run)}
-{_configuration(run.config)}
-<footer>Drawn by holdfast report on {moment(datetime.now(UTC).timestamp())} UTC from {escape(str(run.path))}</footer>
+<body{' data-live="events"' if live else ""}><main>
+<div id="top">{content["parts"]["top"]}</div>
+{CONTROLS}
+<div class="charts" id="charts"></div>
+<div id="bottom">{content["parts"]["bottom"]}</div>
 </main>
-<script>{asset.joinpath("page.js").read_text()}</script>
+<script type="application/json" id="data">{_json_for_html(content)}</script>
+<script>{script}</script>
 </body></html>
 """
 
 
-def _subtitle(run: RunRecord) -> str:
-    parts = []
-    if run.config is not None:
-        model, data = run.config.model, run.config.data
-        parts.append(
-            f"{model.model_type.upper()}, {model.num_layers} layers × {model.hidden_size}, {model.num_attention_heads} heads, "
-            f"sequences of {data.seq_length}"
-        )
-    worlds = [event["world"] for event in run.events_named("started") if "world" in event]
-    if worlds:
-        parts.append(f"{worlds[-1]} rank{'' if worlds[-1] == 1 else 's'}")
-    if run.events:
-        first, last = float(run.events[0]["time"]), float(run.events[-1]["time"])
-        parts.append(f"{moment(first)} UTC, {duration(last - first)} until the last event")
-    return " · ".join(parts)
-
-
-def _problems(run: RunRecord) -> str:
-    listed = "".join(f"<li>{escape(problem)}</li>" for problem in run.problems)
-    return f'<ul class="problems bad-text">{listed}</ul>' if listed else ""
-
-
-def _tiles(run: RunRecord) -> str:
-    """The main numbers of the run."""
-    validation = run.series("validation_loss")
-    lost = sum(as_int(event.get("steps_lost")) or 0 for event in run.events_named("resumed"))
-    stall, step = run.median("snapshot_stall_ms"), run.median("step_ms")
-    tiles = [("training loss", _number(run.last("loss")), f"at iteration {run.last('iteration') or 0:,}")]
-    if validation:
-        best = min(validation, key=lambda point: point[1])
-        tiles.append(("validation loss", f"{validation[-1][1]:.4g}", f"best {best[1]:.4g} at {best[0]:,}"))
-    tiles.append(("tokens seen", compact_number(float(run.last("consumed_tokens") or 0)), ""))
-    speed, tflops, mfu = run.median("tokens_per_s"), run.median("tflops"), run.median("mfu")
-    tiles.append(("tokens/s, median", _number(speed), f"{step:,.4g} ms per step" if step else ""))
-    if mfu is not None:
-        tiles.append(("MFU, median", f"{mfu:.1%}", f"{_number(tflops)} TFLOP/s per rank"))
-    failures = "failures survived" if run.state != "failed" else "failures"
-    tiles.append((failures, str(run.incidents), repeated_steps({"steps_lost": lost})))
-    if stall:
-        tiles.append(("snapshot stall", f"{stall:.3g} ms", f"{stall / step:.2%} of a step" if step else ""))
-    drawn = (
-        f'<div class="tile"><span>{escape(label)}</span><b>{escape(value)}</b><i>{escape(note)}</i></div>'
-        for label, value, note in tiles
+def content_policy(live: bool) -> str:
+    """Scripts and styles of this page only; nothing is loaded, and only a live page may connect, to its own server."""
+    connect = "connect-src 'self'; " if live else ""
+    return (
+        f"default-src 'none'; {connect}script-src '{_hash(_script())}'; style-src '{_hash(_style())}'; "
+        "base-uri 'none'; form-action 'none'"
     )
-    return f'<div class="tiles">{"".join(drawn)}</div>'
 
 
-def _number(value: Any) -> str:
-    return compact_number(float(f"{value:.4g}")) if isinstance(value, int | float) else "–"
-
-
-def _charts(run: RunRecord) -> str:
-    entries = [describe_event(event) for event in run.events_named("resumed")]
-    marks = [Marker(entry.step or 0, "good", entry.text) for entry in entries]
-    loss, validation = run.series("loss"), run.series("validation_loss")
-    lines = [Curve("training", downsampled(loss), "main")]
-    if len(loss) > 60:
-        smooth = Curve("training, smoothed", downsampled(smoothed(loss, max(8, len(loss) // 100))), "main")
-        lines = [Curve("training", downsampled(loss), "raw"), smooth]
-    if validation:
-        lines.append(Curve("validation", downsampled(validation), "second", dots=len(validation) <= 60))
-    wide = Chart("Loss", "nats", lines, marks, height=320, width=980, axis="loss (nats)")
-
-    def small(
-        title: str, key: str, unit: str, axis: str, factor: float = 1, style: str = "main", hint: str = ""
-    ) -> str:
-        line = Curve(title.lower(), downsampled(run.series(key, factor)), style)
-        shown = marks if key != "lr" else []
-        return _card(Chart(title, unit, [line], shown, height=220, from_zero=True, axis=axis, hint=hint))
-
-    cards = [
-        small("Learning rate", "lr", "", "learning rate"),
-        small("Gradient norm", "grad_norm", "", "L2 norm"),
-        small("Throughput", "tokens_per_s", "tokens/s", "tokens/s, all ranks"),
-        small("Step time", "step_ms", "ms", "ms per step"),
-        small("Model FLOPs utilisation", "mfu", "%", "% of the device's peak", 100)
-        if run.series("mfu")
-        else small("Arithmetic", "tflops", "TFLOP/s", "TFLOP/s per rank", hint="the device's peak is unknown"),
-        small(
-            "Snapshot stall",
-            "snapshot_stall_ms",
-            "ms",
-            "ms per step",
-            style="third",
-            hint="time a step waits for its snapshot",
-        ),
-    ]
-    return f'<div class="charts">{_card(wide, "wide", legend=True)}{"".join(cards)}</div>'
-
-
-def _card(chart: Chart, style: str = "", legend: bool = False) -> str:
-    entries = ""
-    if legend:
-        entries = "".join(f'<li class="{line.style}">{escape(line.name)}</li>' for line in chart.lines)
-        entries += '<li class="good">resumed</li>' if chart.marks else ""
-        entries = f'<ul class="legend">{entries}</ul>'
-    heading = f"<h2>{escape(chart.title)}" + (f"<small>{escape(chart.hint)}</small>" if chart.hint else "") + "</h2>"
-    drawn = chart.svg()
-    if style == "wide":
-        drawn = replace(chart, style="on-wide").svg() + replace(chart, style="on-narrow", width=NARROW).svg()
-    return f'<div class="card {style}">{heading}{entries}{drawn}</div>'
-
-
-def _events(run: RunRecord) -> str:
-    if not run.events:
-        return ""
-    start = float(run.events[0]["time"])
-    rows = []
-    for entry in describe_events(run.events):
-        since = duration(entry.time - start)
-        step = "" if entry.step is None else f"{entry.step:,}"
-        rows.append(
-            f'<tr><td class="time" title="{since} after the first event">{moment(entry.time)}</td>'
-            f'<td class="kind {entry.style}-text">{escape(entry.kind)}</td><td class="number">{step}</td>'
-            f'<td class="text">{escape(entry.text)}</td></tr>'
-        )
-    again = f"<small>{run.repeated} logged iterations were computed again</small>" if run.repeated else ""
-    head = '<tr class="head"><th>time, UTC</th><th>event</th><th class="number">step</th><th>what happened</th></tr>'
-    shown = _table(rows, head, "events")
-    return f'<section class="events"><h2>Events {again}</h2><div class="card">{_timeline(run)}</div>{shown}</section>'
-
-
-def _timeline(run: RunRecord) -> str:
-    lanes: dict[str, tuple[str, list[tuple[float, str]]]] = {}
-    for lane, style in LANES.values():
-        lanes.setdefault(lane, (style, []))
-    start, end = float(run.events[0]["time"]), float(run.events[-1]["time"])
-    for event in run.events:
-        lane, style = LANES.get(event["event"], (event["event"], "main"))
-        entry = describe_event(event)
-        lanes.setdefault(lane, (style, []))[1].append(
-            (entry.time, f"{entry.text}, {duration(entry.time - start)} after the start")
-        )
-    used = [(lane, style, events) for lane, (style, events) in lanes.items() if events]
-    return timeline(used, start, end, style="on-wide") + timeline(used, start, end, NARROW, "on-narrow")
-
-
-def _table(rows: list[str], head: str, what: str, most: int = 40) -> str:
-    """A card with a table. Of a long table the last rows are shown, and the others fold."""
-    table = f'<div class="scroll"><table>{head}{"".join(rows[-most:])}</table></div>'
-    if len(rows) <= most:
-        return f'<div class="card" style="margin-top:14px">{table}</div>'
-    earlier = f'<div class="scroll"><table>{head}{"".join(rows[:-most])}</table></div>'
-    fold = f"<details><summary>{len(rows) - most} earlier {what}</summary>{earlier}</details>"
-    return f'<div class="card" style="margin-top:14px">{table}{fold}</div>'
-
-
-def _checkpoints(run: RunRecord) -> str:
-    if not run.checkpoints:
-        return ""
-    rows = []
-    for found in reversed(run.checkpoints):
-        name = Path(found["path"]).name
-        notes = ["latest"] * (name == run.latest) + ["written from memory"] * (found["source"] == "memory")
-        note = f'<span class="bad-text">{escape(found["trouble"])}</span>' if found["trouble"] else ", ".join(notes)
-        size = size_text(found["bytes"]) if found["bytes"] else "–"
-        rows.append(
-            f'<tr><td class="number">{found["step"]:,}</td><td class="folder">{escape(name)}</td><td class="number">'
-            f'{size}</td><td class="number">{found["world"] or "–"}</td><td>{note}</td></tr>'
-        )
-    columns = {"step": "number", "folder": "folder", "size": "number", "ranks": "number", "": ""}
-    head = "".join(f'<th class="{style}">{name}</th>' for name, style in columns.items())
-    head = f"<tr>{head}</tr>"
-    return f"<section><h2>Checkpoints on disk</h2>{_table(rows, head, 'checkpoints')}</section>"
-
-
-def _configuration(config: Config | None) -> str:
-    if config is None:
-        return ""
-    train, optimizer, parallel = config.train, config.optimizer, config.parallel
-    precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32"
-    length = f"{train.train_iters:,} iterations" if train.train_iters else f"{train.train_samples or 0:,} samples"
-    layout = (
-        f"tensor {parallel.tensor_model_parallel_size} × pipeline {parallel.pipeline_model_parallel_size}, "
-        f"{parallel.nnodes} × {parallel.nproc_per_node} ranks started"
-    )
-    interval = config.snapshot.snapshot_interval
-    facts = {
-        "length": length,
-        "global batch": f"{train.global_batch_size or '–'} (micro batch {train.micro_batch_size})",
-        "precision": precision,
-        "optimizer": f"{optimizer.optimizer}, lr {optimizer.lr:g} → {optimizer.min_lr:g}, {optimizer.lr_decay_style}",
-        "decay and clipping": f"weight decay {optimizer.weight_decay:g}, clip {optimizer.clip_grad:g}",
-        "layout": layout,
-        "vocabulary": f"{config.model.vocab_size or '–'}",
-        "data": ", ".join(str(part) for part in config.data.data_path) or "–",
-        "seed": str(train.seed),
-        "snapshots": {0: "none", 1: "after every step"}.get(interval, f"every {interval} steps"),
+def page_content(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Everything on the page that depends on the runs: HTML of the parts above and below the charts, and the curves."""
+    names = run_names(runs)
+    return {
+        "title": ", ".join(names),
+        "parts": {"top": _top(runs, names), "bottom": _bottom(runs, names)},
+        "columns": COLUMNS,
+        "charts": charts_of(runs),
+        "runs": [curves_of(run, name, len(runs)) for run, name in zip(runs, names, strict=True)],
     }
-    listed = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items())
-    complete = (
-        f"<details><summary>the complete configuration</summary><pre>{escape(config_to_toml(config))}</pre></details>"
-    )
-    return f'<section><h2>Configuration</h2><div class="card"><dl>{listed}</dl>{complete}</div></section>'
+
+
+def _top(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    problems = "".join(sections.problem_list(run.problems) for run in runs)
+    if len(runs) == 1:
+        (run,) = runs
+        state = f'<span class="state {run.state.split()[0]}">{escape(run.state)}</span>'
+        head = f"<header><h1>{escape(names[0])}{state}</h1><p>{escape(sections.subtitle(run))}</p></header>"
+        return f'{head}{problems}{sections.tiles(run)}<div class="card below">{sections.goodput_bar(run)}</div>'
+    head = f"<header><h1>{len(runs)} runs</h1></header>"
+    bars = "".join(sections.goodput_bar(run, name) for run, name in zip(runs, names, strict=True))
+    return f'{head}{problems}{runs_table(runs, names)}<div class="card below">{bars}</div>'
+
+
+def _bottom(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    parts = [differences_table(runs, names)] if len(runs) > 1 else []
+    for run, name in zip(runs, names, strict=True):
+        about = "".join(
+            (
+                sections.events(run),
+                rank_table(run.rank_times),
+                sections.checkpoints(run),
+                sections.samples(run.samples),
+                sections.configuration(run.config),
+            )
+        )
+        folded = f"<details><summary>{escape(name)}: events, checkpoints, configuration</summary>{about}</details>"
+        parts.append(folded if len(runs) > 1 else about)
+    where = ", ".join(str(run.path) for run in runs)
+    drawn = f"Drawn by holdfast report on {moment(datetime.now(UTC).timestamp())} UTC from {where}"
+    return f"{''.join(parts)}<footer>{escape(drawn)}</footer>"
+
+
+CONTROLS = """<form id="controls" class="controls">
+<label>x axis <select name="x"><option value="iteration">steps</option><option value="consumed_tokens">tokens</option>
+<option value="time">wall time</option></select></label>
+<label><input type="checkbox" name="logx"> log x</label>
+<label><input type="checkbox" name="logy"> log y</label>
+<label>smoothing <input type="range" name="smoothing" min="0" max="100" value="0"> <output name="span"></output></label>
+<button type="button" name="reset" disabled>reset zoom</button>
+<span class="hint mouse">drag to zoom, double click to reset; click a name to hide its curve</span>
+<span class="hint touch">pinch to zoom, drag to move, double tap to reset; tap a name to hide its curve</span>
+<span id="connection" class="state" hidden></span><noscript>The curves need JavaScript.</noscript></form>"""
+
+
+def _json_for_html(content: dict[str, Any]) -> str:
+    """The curves as JSON that cannot end its script element."""
+    curves = {key: value for key, value in content.items() if key != "parts"}
+    text = orjson.dumps(curves).decode()
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _style() -> str:
+    folder = files("holdfast.report")
+    return folder.joinpath("uplot", "uPlot.min.css").read_text() + folder.joinpath("page.css").read_text()
+
+
+def _script() -> str:
+    folder = files("holdfast.report")
+    library = folder.joinpath("uplot")
+    licence = library.joinpath("LICENSE").read_text()
+    code = library.joinpath("uPlot.iife.min.js").read_text()
+    return f"/* uPlot 1.6.32\n{licence}\n*/\n{code}\n{folder.joinpath('page.js').read_text()}"

@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from holdfast.checkpoint.folder import LATEST
 from holdfast.config import Config, read_config
-from holdfast.snapshot.report import disk_facts, is_run_folder
+from holdfast.report.rank_times import read_rank_times
+from holdfast.snapshot.report import disk_facts, is_run_folder, run_folders_in
 from holdfast.system.errors import HoldfastError
-from holdfast.system.journal import read_journal
+from holdfast.system.journal import numbers_of, read_journal
 from holdfast.system.progress import count_of
 
 Series = list[tuple[float, float]]
+SAMPLES, SAMPLE_BYTES, SAMPLE_CHARACTERS = 20, 1 << 20, 4000
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,10 @@ class RunRecord:
     """What is wrong with the files of the folder, except the checkpoints."""
     notes: list[str]
     """What was skipped without harm: torn lines, which a full disk or a power cut leaves."""
+    samples: list[dict[str, str]]
+    """Generated texts, newest first: source (a step or the name of a file), prompt, completion."""
+    rank_times: list[list[float]]
+    """Milliseconds of every rank, per logged iteration; empty where none were recorded."""
 
     def series(self, key: str, factor: float = 1.0) -> Series:
         """(iteration, value) of the records that have a finite value (JSON has no other numbers)."""
@@ -87,7 +95,9 @@ def read_run(path: Path | str) -> RunRecord:
     if not folder.is_dir():
         raise HoldfastError(f"there is no run folder {folder}")
     if not is_run_folder(folder):
-        raise HoldfastError(f"{folder} is not a run folder: it has no config.toml, metrics.jsonl or events.jsonl")
+        inside = ", ".join(map(str, run_folders_in(folder)[:5]))
+        hint = f"; run folders in it: {inside}" if inside else ""
+        raise HoldfastError(f"{folder} is not a run folder: it has no config.toml, metrics.jsonl or events.jsonl{hint}")
     problems: list[str] = []
     notes: list[str] = []
     config = _config(folder / "config.toml", problems)
@@ -100,7 +110,10 @@ def read_run(path: Path | str) -> RunRecord:
     events.sort(key=lambda event: float(event["time"]))
     checkpoints = disk_facts(folder)
     latest = _latest(folder, checkpoints, problems)
-    return RunRecord(folder, config, metrics, repeated, events, checkpoints, latest, problems, notes)
+    evaluations = _evaluation_samples(_records(folder / "samples.jsonl", problems, notes))
+    samples = [*_sample_files(folder), *evaluations][:SAMPLES]
+    times = read_rank_times(folder / "rank_times.jsonl") if (folder / "rank_times.jsonl").is_file() else []
+    return RunRecord(folder, config, metrics, repeated, events, checkpoints, latest, problems, notes, samples, times)
 
 
 def _config(path: Path, problems: list[str]) -> Config | None:
@@ -143,8 +156,8 @@ def _last_per_iteration(records: Iterable[dict[str, Any]]) -> tuple[list[dict[st
     """The last record of each iteration, and how many were dropped. A resume drops what was logged after its step."""
     kept: list[dict[str, Any]] = []
     repeated = 0
-    for record in records:
-        if not isinstance(record.get("iteration"), int):
+    for record in map(numbers_of, records):
+        if not isinstance(record.get("iteration"), int) or record["iteration"] < 0:
             continue
         while kept and kept[-1]["iteration"] >= record["iteration"]:
             kept.pop()
@@ -156,27 +169,38 @@ def _last_per_iteration(records: Iterable[dict[str, Any]]) -> tuple[list[dict[st
 def _latest(folder: Path, checkpoints: list[dict[str, Any]], problems: list[str]) -> str:
     """The name of the step folder that `checkpoints/latest` names."""
     path = folder / "checkpoints" / LATEST
-    name = path.read_text(errors="replace").strip() if _readable(path, problems) else ""
+    try:
+        name = path.read_text(errors="replace").strip() if _readable(path, problems) else ""
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}")
+        return ""
     if name and not any(Path(checkpoint["path"]).name == Path(name).name for checkpoint in checkpoints):
         problems.append(f"{path} names {name[:100]!r}, which does not exist")
     return Path(name).name
 
 
-def downsampled(series: Series, most: int = 600) -> Series:
-    """At most `most` points, each the mean of its neighbours: limits the size of the page of a long run."""
-    if len(series) <= most:
-        return series
-    size = -(-len(series) // most)
-    groups = (series[start : start + size] for start in range(0, len(series), size))
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+def _evaluation_samples(records: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+    """Texts that evaluations of the run wrote, newest step first; of equal steps and prompts the last one counts."""
+    found: dict[tuple[int, str], str] = {}
+    for record in records:
+        step, prompt, completion = (record.get(key) for key in ("step", "prompt", "completion"))
+        if isinstance(step, int) and isinstance(prompt, str) and isinstance(completion, str):
+            found[step, prompt] = completion[:SAMPLE_CHARACTERS]
+    newest = sorted(found.items(), key=lambda item: -item[0][0])
+    return [{"source": f"step {step:,}", "prompt": prompt, "completion": text} for (step, prompt), text in newest]
 
 
-def smoothed(series: Series, span: int) -> Series:
-    """Exponential mean over about `span` points, corrected for the bias of its start."""
-    keep = 1 - 2 / (span + 1)
-    total = weight = 0.0
-    found = []
-    for x, y in series:
-        total, weight = total * keep + y, weight * keep + 1
-        found.append((x, total / weight))
+def _sample_files(folder: Path) -> list[dict[str, str]]:
+    """Texts that `holdfast generate RUN --json` wrote to files in `samples/`. Other content is skipped."""
+    found: list[dict[str, str]] = []
+    files = [path for path in folder.glob("samples/*.json") if path.is_file() and path.stat().st_size < SAMPLE_BYTES]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            texts = orjson.loads(path.read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            continue
+        for text in texts if isinstance(texts, list) else []:
+            if isinstance(text, dict) and isinstance(text.get("completion"), str):
+                prompt, completion = str(text.get("prompt", "")), text["completion"]
+                found.append({"source": path.stem, "prompt": prompt, "completion": completion[:SAMPLE_CHARACTERS]})
     return found
