@@ -1,6 +1,10 @@
 """The bench harness: turns, medians, ratios, processes and tables."""
 
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +37,30 @@ def test_memory_is_that_of_a_process_and_its_descendants():
     child = "b = bytearray(80 << 20); import time; time.sleep(0.4)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     assert run_process("parent", [sys.executable, "-c", parent]).memory > 80 << 20
+
+
+def test_an_interrupted_bench_ends_with_its_contender(tmp_path):
+    started, command = (
+        tmp_path / "pid",
+        "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)",
+    )
+    bench = f"""
+from holdfast.bench.harness import run_process
+run_process("slow", {[sys.executable, "-c", command, str(started)]!r})
+"""
+    process = subprocess.Popen([sys.executable, "-c", bench], stderr=subprocess.PIPE, start_new_session=True)
+    wait_until(lambda: started.exists() and started.read_text())
+    process.send_signal(signal.SIGINT)  # to the bench alone: its contender does not get it
+    _, errors = process.communicate(timeout=60)
+    assert errors.endswith(b"KeyboardInterrupt\n")
+    assert not Path("/proc", started.read_text()).exists()
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_peers_that_are_not_installed_are_left_out_and_logged(capsys):

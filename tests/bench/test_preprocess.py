@@ -36,6 +36,7 @@ def test_every_part_is_measured_and_the_peers_write_the_same_bytes(files):
     assert large[1]["MB"] == 1 and sentences[0]["tool"] == "holdfast"
 
 
+@pytest.mark.slow
 def test_only_the_parts_asked_for_are_measured(files):
     assert [
         title.split(":")[0] for title in preprocess.run(PreprocessBench(**files, parts=("start-up",), rounds=1))

@@ -41,6 +41,15 @@ def test_bert_is_measured_beside_hugging_face(config):
         assert 4.5 < row["loss"] < 6.5  # ln 100 + ln 2, more or less
 
 
+def test_llama_is_measured_without_the_baseline_that_computes_another_function(config, capsys):
+    sizes = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "disable_bias_linear": True}
+    llama = replace(read_config(config).model, ffn_hidden_size=32, **sizes)
+    config.with_name("llama.toml").write_text(config_to_toml(replace(read_config(config), model=llama)))
+    speeds, _ = train.run(TrainBench(config=config.with_name("llama.toml"), steps=1, rounds=1)).values()
+    assert [row["contender"] for row in speeds] == ["holdfast", "hf"]
+    assert "nanogpt is left out: it has GPT-2's layers only" in capsys.readouterr().err
+
+
 def test_generation_is_measured_at_every_batch_size(config):
     options = GenerateBench(config=config, batch_sizes=(1, 3), prompt_tokens=4, new_tokens=3, rounds=1)
     (rows,) = generate.run(options).values()
@@ -53,10 +62,16 @@ def test_generation_is_measured_at_every_batch_size(config):
     assert all(row["tokens/s"] > 0 for row in rows)
 
 
+def test_numbers_below_one_are_refused(config):
+    for wrong in ({"batch_sizes": (1, 0)}, {"new_tokens": 0}, {"rounds": -1}):
+        with pytest.raises(UsageError, match="give 1 or more"):
+            generate.run(GenerateBench(config=config, **wrong))
+
+
 def test_a_contender_that_does_not_exist_is_named(config):
     with pytest.raises(UsageError, match="there is no contender 'hope'; there are: nanogpt, hf"):
         train.run(TrainBench(config=config, against=("hope",)))
-    with pytest.raises(UsageError, match="there is no contender 'hope'; there are: hf, hf-static"):
+    with pytest.raises(UsageError, match="there is no contender 'hope'; there are: hf, hf-static, vllm"):
         generate.run(GenerateBench(config=config, against=("hope",)))
 
 

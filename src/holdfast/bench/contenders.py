@@ -15,18 +15,21 @@ from torch import Tensor, nn
 
 from holdfast.bench.plain_gpt import PlainGPT, PlainShape
 from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
+from holdfast.conversion.huggingface.config import describe_for_huggingface
+from holdfast.conversion.model import Architecture
 from holdfast.data.loader import BertMicroBatch, MicroBatch
 from holdfast.models.layers import Shape
 from holdfast.parallel.layout import padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
-from holdfast.system.errors import UsageError
+from holdfast.parallel.zero import RowGather, updated_parameters
 from holdfast.train.model_families import (
     bert_inputs,
     build_stages,
     compute_dtype,
     family_of,
     gpt_inputs,
+    initialize_stages,
     max_predictions,
     stage_shapes,
 )
@@ -90,25 +93,32 @@ class HoldfastContender:
         self._inputs: Callable[..., PassInputs] = functools.partial(gpt_inputs, False)
         if model.model_type == "bert":
             self._inputs = functools.partial(bert_inputs, max_predictions(config), not model.bert_no_binary_head)
-        stages = build_stages(config, grid, model.vocab_size)
-        tied = TiedEmbedding(stages, grid, not model.untie_embeddings_and_output_weights)
+        self.stages = stages = build_stages(config, grid, model.vocab_size)
+        initialize_stages(config, stages, model.vocab_size)
+        updated = updated_parameters(stages, grid)
+        tied = TiedEmbedding(stages, grid, not model.untie_embeddings_and_output_weights, updated)
         terms = family_of(config).terms
         self._losses = [1 + index for index, name in enumerate(terms) if name.endswith("loss")]
-        self._passes = ForwardBackward(stages, grid, tied, terms, stage_shapes(config, grid))
-        self._norm = GradientNorm(stages, grid, tied.copy)
-        self._optimizer = build_optimizer(stages, config.optimizer, compute_dtype(config))
+        shapes, graph = stage_shapes(config, grid), config.train.cuda_graph
+        self._passes = ForwardBackward(stages, grid, tied, updated, terms, shapes, graph)
+        self._norm = GradientNorm(updated.values(), grid, tied.copy)
+        self.optimizer = build_optimizer(stages, config.optimizer, compute_dtype(config), updated)
+        self._gather_rows = RowGather(updated, grid)
 
-    def step(self, batch: Batch, begin: Begin) -> Tensor:
+    def step(self, batch: Batch, begin: Begin, before_update: Callable[[], None] = lambda: None) -> Tensor:
+        """`before_update` is called when all gradients are there, where the loop commits the last snapshot."""
         begin("data")
         inputs = self._inputs(batch, self._device)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         self._passes.on_phase = begin
         means = self._passes.gradients([inputs], 1.0)
+        before_update()
         begin("communication")
         sums = self._norm.reduce(*means)
         arriving = HostCopy(sums)
         begin("optimizer")
-        clip_and_step(self._optimizer, sums[0], self._clip, 1.0)
+        clip_and_step(self.optimizer, sums[0], self._clip, 1.0)
+        self._gather_rows()
         begin("end")
         return arriving.wait()[self._losses].sum()
 
@@ -171,8 +181,6 @@ class HuggingFaceContender(AutocastContender):
 
 def plain_gpt(config: Config, device: torch.device) -> Contender:
     model = config.model
-    if not _is_gpt2(config):
-        raise UsageError("the nanogpt baseline is GPT-2's shape; for others measure --against hf")
     positions = model.max_position_embeddings or config.data.seq_length
     shape = PlainShape(model.num_layers, model.hidden_size, model.num_attention_heads, positions, _padded(config))
     with device:
@@ -185,50 +193,31 @@ def hugging_face(config: Config, device: torch.device) -> Contender:
 
 
 def hugging_face_model(config: Config) -> Any:
-    """The model of `transformers` with the configuration's shape, without dropout."""
-    model, shape = config.model, Shape.of(config.model)
-    positions = model.max_position_embeddings or config.data.seq_length
+    """The model of `transformers` that computes the configuration's function, without dropout."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining
+
+    shape, padded = Shape.of(config.model), _padded(config)
+    sizes = {"num_query_groups": shape.groups, "kv_channels": shape.head, "ffn_hidden_size": shape.ffn}
+    sizes |= {"vocab_size": padded, "padded_vocab_size": padded}
+    sizes["max_position_embeddings"] = config.model.max_position_embeddings or config.data.seq_length
+    gelu = "gelu_tanh" if config.model.openai_gelu else "gelu"
+    off = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "head_activation": gelu}
+    arch = Architecture(**{**vars(config.model), **sizes, **off})
     # ids that generation would stop at or start with do not matter here, but must be in the vocabulary
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    if model.model_type == "bert":
-        from transformers import BertConfig, BertForPreTraining
-
-        return BertForPreTraining(
-            BertConfig(
-                vocab_size=_padded(config), hidden_size=model.hidden_size, num_hidden_layers=model.num_layers,
-                num_attention_heads=model.num_attention_heads, intermediate_size=shape.ffn, hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0, max_position_embeddings=positions, layer_norm_eps=model.norm_epsilon,
-            )
-        )  # fmt: skip
-    if _is_gpt2(config):
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=_padded(config), n_positions=positions, n_embd=model.hidden_size, n_layer=model.num_layers,
-                n_head=model.num_attention_heads, n_inner=shape.ffn, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-                activation_function="gelu_new" if model.openai_gelu else "gelu", use_cache=False, **special,
-            )
-        )  # fmt: skip
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=_padded(config), hidden_size=model.hidden_size, intermediate_size=shape.ffn,
-            num_hidden_layers=model.num_layers, num_attention_heads=model.num_attention_heads,
-            num_key_value_heads=shape.groups, max_position_embeddings=positions, head_dim=shape.head,
-            tie_word_embeddings=not model.untie_embeddings_and_output_weights, use_cache=False, **special,
-        )
-    )  # fmt: skip
+    _, described, _ = describe_for_huggingface(arch, "F32", {"bos_token_id": 0, "eos_token_id": 0})
+    kind = AutoModelForPreTraining if config.model.model_type == "bert" else AutoModelForCausalLM
+    return kind.from_config(AutoConfig.for_model(**described | {"use_cache": False}))
 
 
 PEERS: dict[str, Callable[[Config, torch.device], Contender]] = {"nanogpt": plain_gpt, "hf": hugging_face}
 
 
-def _is_gpt2(config: Config) -> bool:
+def is_gpt2(config: Config) -> bool:
+    """Whether `PlainGPT` computes the configuration's function."""
     model = config.model
     learned = model.position_embedding_type == "learned_absolute" and model.normalization == "LayerNorm"
-    return model.model_type == "gpt" and learned
+    grouped = Shape.of(model).heads_per_group > 1 or Shape.of(model).ffn != 4 * model.hidden_size
+    return model.model_type == "gpt" and learned and not (model.gated or grouped)
 
 
 def _padded(config: Config) -> int:

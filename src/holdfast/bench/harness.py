@@ -81,11 +81,17 @@ def run_process(name: str, command: Sequence[str]) -> ProcessCost:
     sampler = threading.Thread(target=sample_memory)
     sampler.start()
     assert process.stderr is not None
-    errors = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.monotonic() - started
-    done.set()
-    sampler.join()
+    try:
+        errors = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.monotonic() - started
+    except BaseException:  # Ctrl-C
+        process.kill()
+        process.wait()
+        raise
+    finally:
+        done.set()
+        sampler.join()
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise HoldfastError(f"{name} failed: {errors.decode(errors='replace').strip()[-500:]}")
@@ -145,12 +151,9 @@ def machine() -> dict[str, str | int]:
 def table(rows: list[Row]) -> str:
     """The rows in columns as wide as they need; keys that a row lacks stay empty."""
     heads = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [heads, *([_format(row.get(head, "")) for head in heads] for row in rows)]
+    cells = ([row.get(head, "") for head in heads] for row in rows)
+    lines = [heads, *([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
-
-
-def _format(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

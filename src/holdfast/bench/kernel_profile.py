@@ -1,7 +1,7 @@
 """Where the GPU time of a training step goes, by kind of kernel, and how far each kind is from its bound.
 
 A bound is the least time that the kind's FLOPs or bytes take at rates measured on the same device: a large bf16 product, a large
-copy. Bytes count every tensor that must cross memory once. Bounds exist for pre-norm GPT layers, which the fused kernels cover.
+copy. Bytes count every tensor of the fused layers that must cross memory, once.
 """
 
 import re
@@ -15,6 +15,7 @@ from holdfast.config import Config
 from holdfast.models.flops import flops_per_token, matrix_weights
 from holdfast.models.layers import Shape
 from holdfast.parallel.layout import padded_vocab_size
+from holdfast.train.model_families import family_of
 
 if TYPE_CHECKING:
     from holdfast.bench.contenders import HoldfastContender
@@ -92,21 +93,26 @@ def kernel_bounds(config: Config, flops: float, bandwidth: float) -> dict[str, f
     """Milliseconds per step that each kind takes at least, at `flops` FLOP/s and `bandwidth` bytes/s."""
     model, shape = config.model, Shape.of(config.model)
     assert model.vocab_size is not None
-    padded = padded_vocab_size(model.vocab_size, model, 1)
+    padded, predicted = padded_vocab_size(model.vocab_size, model, 1), family_of(config).predicted
     tokens, hidden = config.train.micro_batch_size * config.data.seq_length, model.hidden_size
-    products = 6 * matrix_weights(model, padded) * tokens
-    attention = flops_per_token(model, config.data.seq_length, padded) * tokens - products
-    bounds = {"product": products / flops, "attention": attention / 2 / flops}  # causal: half of the scores
-    if model.model_type != "gpt" or model.swiglu:
-        return {kind: seconds * 1e3 for kind, seconds in bounds.items()}
-    qkv = (model.num_attention_heads + 2 * shape.groups) * shape.head
-    # Read and written values per token and layer: 2 norms, 2 sums and their gradients; GELU and its gradient.
-    layer = 18 * hidden + 5 * shape.ffn
-    parameters = matrix_weights(model, padded)
+    products: float = 6 * matrix_weights(model, padded, predicted) * tokens
+    attention = flops_per_token(model, config.data.seq_length, padded, predicted) * tokens - products
+    if model.model_type == "gpt":  # causal: half of the scores
+        attention /= 2
+    if config.train.fp8:  # twice the rate, in all layers but the first and the last
+        inner = 6 * matrix_weights(model, padded, 0.0) * tokens
+        products -= inner * max(0, model.num_layers - 2) / model.num_layers / 2
+    bounds = {"product": products / flops, "attention": attention / flops}
+    qkv, rotated = model.num_attention_heads + 2 * shape.groups, model.num_attention_heads + shape.groups
+    # Values per token and layer that are read or written, of 2 bytes. Norms: the sum of two and its norm; from the gradients of
+    # both and the sum, the gradient of the sum. GELU and its gradient; SwiGLU of two. q/k/v gradients into one buffer.
+    norm_values, activation_values = 2 * (4 + 4) * hidden, (8 if model.gated else 5) * shape.ffn
+    copied = 2 * shape.head * (qkv + (rotated if model.position_embedding_type == "rope" else 0))
+    parameters = matrix_weights(model, padded) + padded * hidden * model.untie_embeddings_and_output_weights
     bounds |= {
-        "norm and activation": 2 * tokens * model.num_layers * layer / bandwidth,
-        "copies": 2 * tokens * model.num_layers * 2 * qkv / bandwidth,
-        "loss": 2 * tokens * 2 * padded / bandwidth,
+        "norm and activation": 2 * tokens * model.num_layers * (norm_values + activation_values) / bandwidth,
+        "copies": 2 * tokens * model.num_layers * copied / bandwidth,
+        "loss": 2 * tokens * predicted * 2 * padded / bandwidth,
         "optimizer": 30 * parameters / bandwidth,  # 16 bytes read, 14 written per weight
     }
     return {kind: seconds * 1e3 for kind, seconds in bounds.items()}

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +14,57 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.bench.harness import median, run_rounds, timed
-from holdfast.bench.plain_gpt import PlainGPT, PlainShape
+from holdfast.bench.contenders import HoldfastContender, chosen_config, random_batch
+from holdfast.bench.harness import median, median_ratio, run_rounds, timed
+from holdfast.parallel.layout import layout_of
+from holdfast.parallel.mesh import build_grid
 from holdfast.snapshot import Snapshots
+from holdfast.snapshot.memory.device_copy import CudaLane, recorded
+
+WHOLE, PLAIN = "all parts", "without snapshots"
+PARTS = {"without row sums": {"sums": False}, "without the copy": {"copies": False}}
+PARTS["bookkeeping alone"] = {"sums": False, "copies": False}
+
+
+class PartialLane(CudaLane):
+    """Leaves parts of the copy out, to measure them. What the slots hold then does not verify."""
+
+    def __init__(self, device: torch.device, sums: bool = True, copies: bool = True) -> None:
+        super().__init__(device)
+        self._sums, self._copies = sums, copies
+
+    def sum(self, row_sums: Any, sums: torch.Tensor, digest: torch.Tensor) -> Any:
+        return super().sum(row_sums, sums, digest) if self._sums else recorded(self.summing)
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        return super().copy(targets, sources) if self._copies else recorded(self.copying)
 
 
 class TrainingLoop:
-    """A plain GPT, AdamW and random tokens."""
+    """The functions of `holdfast train`, in the order of its loop, on random tokens."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        shape = dict(task["shape"])
-        batch = shape.pop("batch")
-        self.device = torch.device("cuda" if task["cuda"] else "cpu")
+        cuda, shape = task["cuda"], task["shape"]
+        self.device = torch.device("cuda:0" if cuda else "cpu")
         self.step = 0
         torch.manual_seed(0)
-        self.bare = PlainGPT(PlainShape(**shape)).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.bare.parameters(), lr=1e-4, fused=task["cuda"])
-        self.model: Any = self.bare
-        if task["world"] > 1:
-            self.model = torch.nn.parallel.DistributedDataParallel(self.bare)
-        if task["compile"]:
-            self.model = torch.compile(self.bare)
-        size = (batch, shape["positions"] + 1)
-        tokens = torch.randint(shape["vocabulary"], size, device=self.device)
-        self._inputs, self._labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        config = chosen_config(None, cuda, shape["positions"])
+        model = replace(
+            config.model, num_layers=shape["layers"], hidden_size=shape["width"], vocab_size=shape["vocabulary"]
+        )
+        model = replace(model, num_attention_heads=shape["heads"], hidden_dropout=0.0, attention_dropout=0.0)
+        self._config = replace(config, model=model)
+        grid = build_grid(layout_of(config.parallel, task["world"]), self.device)
+        self._contender = HoldfastContender(self._config, grid)
+        self.models, self.optimizer = self._contender.stages, self._contender.optimizer
 
-    def backward(self) -> None:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss = self.model(self._inputs, self._labels)
-        loss.backward()
+    def set_batch(self, size: int) -> None:
+        train = replace(self._config.train, micro_batch_size=size)
+        self._batch = random_batch(replace(self._config, train=train), self.device, seed=0)
 
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    def train_step(self, before_update: Callable[[], None] = lambda: None) -> None:
+        self._contender.step(self._batch, lambda phase: None, before_update)
+        self.step += 1
 
     def wait(self) -> None:
         """Waits until the device has trained; a copy on another stream may still run."""
@@ -56,10 +74,11 @@ class TrainingLoop:
     def open_snapshots(self, task: dict[str, Any]) -> Snapshots:
         return Snapshots(
             "bench",
-            model=self.bare,
-            optimizer=self.optimizer,
+            self.models,
+            self.optimizer,
             folder=task["work"],
             memory=task["memory"],
+            max_slowdown=task["max_slowdown"],
             listen_to_signals=False,
         )
 
@@ -76,35 +95,43 @@ class StepBlock:
 def train(task: dict[str, Any], rank: int) -> dict[str, Any]:
     loop = TrainingLoop(task)
     snapshots = loop.open_snapshots(task)
-    snapshots.restore()
-    for _ in range(3):
-        loop.backward()
-        loop.update()
-    turns: dict[str, Callable[[], StepBlock]] = {
-        "plain": lambda: _plain_block(loop, task["steps"]),
-        "held": lambda: _snapshot_block(loop, snapshots, task["steps"]),
-    }
-    blocks = run_rounds(turns, task["rounds"] + 1)
-    plain, held = (
-        blocks["plain"][1:],
-        blocks["held"][1:],
-    )  # the first: compilation, first touch and registration of memory
-    blocked = _snapshot_block(loop, snapshots, task["steps"], device_first=True).stalls
-    answer = {
-        "parameters": sum(p.numel() for p in loop.bare.parameters()),
+    loop.step = snapshots.restore()
+    return {
+        "steps": [_measure(loop, snapshots, task, batch) for batch in task["batches"]],
+        "parameters": sum(p.numel() for model in loop.models for p in model.parameters()),
         "state_bytes": sum(item.box.nbytes for item in snapshots.state.items()),
+        "memcpy_ms": 0.0 if task["cuda"] else _memory_copy(snapshots),
+        "peers": [_peer(name, loop, task, rank) for name in task["against"]],
+    }
+
+
+def _measure(loop: TrainingLoop, snapshots: Snapshots, task: dict[str, Any], batch: int) -> dict[str, Any]:
+    """Blocks of steps without snapshots, with them, and on CUDA with parts of them left out, in turns."""
+    loop.set_batch(batch)
+    for _ in range(4):
+        loop.train_step()
+    _snapshot_block(loop, snapshots, 2)  # first touch and registration of memory
+    turns: dict[str, Callable[[], StepBlock]] = {
+        PLAIN: lambda: _plain_block(loop, task["steps"]),
+        WHOLE: lambda: _snapshot_block(loop, snapshots, task["steps"]),
+    }
+    if task["cuda"]:
+        turns |= {name: _partial_turn(loop, snapshots, task["steps"], **parts) for name, parts in PARTS.items()}
+    blocks = run_rounds(turns, task["rounds"])
+    plain, held = blocks[PLAIN], blocks[WHOLE]
+    blocked = _snapshot_block(loop, snapshots, task["steps"], device_first=True).stalls
+    return {
+        "batch": batch,
         "plain_ms": 1e3 * median(plain, lambda block: block.seconds),
         "held_ms": 1e3 * median(held, lambda block: block.seconds),
+        "ratios": {name: median_ratio(found, plain, lambda block: block.seconds) for name, found in blocks.items()},
         "stall_ms": 1e3 * statistics.median(blocked),
         "stall_p95_ms": 1e3 * sorted(blocked)[int(0.95 * (len(blocked) - 1))],
         "wait_ms": 1e3 * statistics.median(stall for block in held for stall in block.stalls),
         "copy_ms": 1e3 * statistics.median(copy for block in held for copy in block.copies),
-        "memcpy_ms": 0.0 if task["cuda"] else _memory_copy(snapshots),
+        "interval": snapshots.interval.steps,
         "skipped": snapshots.skipped,
-        "peers": [_peer(name, loop, task, rank) for name in task["against"]],
     }
-    snapshots.commit()
-    return answer
 
 
 def _plain_block(loop: TrainingLoop, steps: int) -> StepBlock:
@@ -113,36 +140,50 @@ def _plain_block(loop: TrainingLoop, steps: int) -> StepBlock:
         if number == 0:  # one step before the measured ones, as with snapshots: an idle device runs faster for a moment
             loop.wait()
             begin = time.perf_counter()
-        loop.backward()
-        loop.update()
+        loop.train_step()
     loop.wait()
     return StepBlock((time.perf_counter() - begin) / steps)
 
 
 def _snapshot_block(loop: TrainingLoop, snapshots: Snapshots, steps: int, device_first: bool = False) -> StepBlock:
     """Steps with snapshots. With `device_first` the device finishes the backward pass before `commit`, whose wait is then
-    caused by the snapshot alone. Without it the host runs ahead of the device, and waits in `commit` instead of elsewhere.
+    caused by the snapshot alone. Without it `commit` waits where the host would otherwise wait for the device.
     """
     begin, block = 0.0, StepBlock()
+
+    def commit() -> None:
+        if device_first:
+            loop.wait()
+        snapshots.commit()
+        block.stalls.append(snapshots.stall_seconds)
+        block.copies.append(snapshots.copy_seconds)
+
     for number in range(-1, steps):
         if number == 0:
             # a copy runs during the first measured step too; the one of the last step ends after the measured time
             loop.wait()
-            begin = time.perf_counter()
-        loop.backward()
-        if device_first:
-            loop.wait()
-        snapshots.commit()
-        if number >= 0:
-            block.stalls.append(snapshots.stall_seconds)
-            block.copies.append(snapshots.copy_seconds)
-        loop.update()
-        loop.step += 1
+            begin, block = time.perf_counter(), StepBlock()
+        loop.train_step(commit)
         snapshots.take(loop.step)
     loop.wait()
     block.seconds = (time.perf_counter() - begin) / steps
-    snapshots.commit()
+    snapshots.finish_copy()
     return block
+
+
+def _partial_turn(loop: TrainingLoop, snapshots: Snapshots, steps: int, **parts: bool) -> Callable[[], StepBlock]:
+    """Steps whose snapshots lack some parts."""
+
+    def turn() -> StepBlock:
+        copier = snapshots.allocator.copier
+        assert copier is not None and copier.device_copy is not None
+        whole, copier.device_copy.lane = copier.device_copy.lane, PartialLane(loop.device, **parts)
+        try:
+            return _snapshot_block(loop, snapshots, steps)
+        finally:
+            copier.device_copy.lane = whole
+
+    return turn
 
 
 def _memory_copy(snapshots: Snapshots) -> float:
@@ -157,7 +198,8 @@ def _peer(name: str, loop: TrainingLoop, task: dict[str, Any], rank: int) -> dic
     from torch.distributed.checkpoint.state_dict_saver import async_save
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-    state = {"model": loop.bare.state_dict(), "optimizer": loop.optimizer.state_dict()}
+    (model,) = loop.models
+    state = {"model": model.state_dict(), "optimizer": loop.optimizer.state_dict()}
     blocked, complete = [], []
     for attempt in range(3):
         folder = Path(task["work"]) / "peers" / f"{name}-{attempt}"
@@ -183,9 +225,8 @@ def _peer(name: str, loop: TrainingLoop, task: dict[str, Any], rank: int) -> dic
 
 def restore(task: dict[str, Any], rank: int) -> dict[str, Any]:
     """A fresh process whose model and device are ready: the time of `restore` alone."""
-    loop = TrainingLoop({**task, "compile": False})
-    loop.backward()
-    loop.optimizer.zero_grad(set_to_none=True)
+    loop = TrainingLoop(task)
+    torch.zeros(1, device=loop.device)
     snapshots = loop.open_snapshots(task)
     loop.wait()
     begin = time.perf_counter()
@@ -201,7 +242,7 @@ def main() -> None:
         torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if task["cuda"] else "gloo"
     dist.init_process_group(
-        backend, init_method=f"file://{task['work']}/store-{what}", rank=rank, world_size=task["world"]
+        backend, init_method=f"file://{task['work']}/store-{what}-{task['number']}", rank=rank, world_size=task["world"]
     )
     answer = train(task, rank) if what == "train" else restore(task, rank)
     print(json.dumps(answer), flush=True)

@@ -125,13 +125,15 @@ class BuiltContender:
     contender: "Contender"
     first_step_s: float
     resident: int
+    peak: int
+    """Bytes in these steps. A CUDA graph allocates when it is recorded, not when it is replayed."""
 
 
 Results = dict[str, tuple[BuiltContender, list[StepCost]]]
 
 
 def _measure(config: Config, device: Any, options: TrainBench, world: int) -> Results:
-    from holdfast.bench.contenders import PEERS, HoldfastContender, random_batch
+    from holdfast.bench.contenders import PEERS, HoldfastContender, is_gpt2, random_batch
     from holdfast.parallel.layout import layout_of
     from holdfast.parallel.mesh import build_grid
 
@@ -142,8 +144,10 @@ def _measure(config: Config, device: Any, options: TrainBench, world: int) -> Re
         log("several ranks: only holdfast is measured")
     elif options.against:
         modules = {"nanogpt": "torch", "hf": "transformers"}
-        gpt = config.model.model_type == "gpt"
-        for name in installed({name: modules[name] for name in options.against if gpt or name != "nanogpt"}):
+        against = [name for name in options.against if name != "nanogpt" or is_gpt2(config)]
+        if len(against) < len(options.against):
+            log("nanogpt is left out: it has GPT-2's layers only")
+        for name in installed({name: modules[name] for name in against}):
             builders[name] = functools.partial(PEERS[name], config, device)
     built = {}
     for name, build in builders.items():
@@ -173,15 +177,16 @@ def _build(build: "Callable[[], Contender]", batches: list[Any], device: Any) ->
 
     memory = DeviceMemory(device)
     before = memory.now()
+    memory.reset_peak()
     contender = build()
     start = time.perf_counter()
     contender.step(batches[0], _ignore_phase)
     _synchronize(device)
     first = time.perf_counter() - start
-    for batch in batches[1:3]:
+    for batch in batches[1:5]:  # a CUDA graph is recorded in the fourth step
         contender.step(batch, _ignore_phase)
     _synchronize(device)
-    return BuiltContender(contender, first, memory.now() - before)
+    return BuiltContender(contender, first, memory.now() - before, memory.peak() - before)
 
 
 def _turn(built: BuiltContender, batches: list[Any], device: Any, steps: int) -> StepCost:
@@ -198,7 +203,7 @@ def _turn(built: BuiltContender, batches: list[Any], device: Any, steps: int) ->
         loss = step(batches[number % len(batches)], _ignore_phase)
     _synchronize(device)
     wall, cpu = (time.perf_counter() - start) / steps, (time.process_time() - cpu) / steps
-    peak, clock = memory.peak() - others, PhaseClock(device)
+    peak, clock = max(built.peak, memory.peak() - others), PhaseClock(device)
     step(batches[0], clock)
     return StepCost(wall, cpu, clock.milliseconds(), peak, float(loss))
 
@@ -253,6 +258,7 @@ def _tables(config: Config, device: Any, results: Results, world: int) -> Tables
         phases = median_phases([one.phases for one in costs])
         splits.append({"contender": name, **{f"{phase} ms": round(spent, 2) for phase, spent in phases.items()}})
     precision = "bf16" if config.train.bf16 else "fp16" if config.train.fp16 else "fp32"
+    precision += f" with fp8 ({config.train.fp8_recipe})" if config.train.fp8 else ""
     shape = f"{config.model.num_layers} layers × {config.model.hidden_size}, vocabulary {padded}, {precision}"
     batch = f"batch {config.train.global_batch_size} × {config.data.seq_length}"
     title = f"training {shape}, {batch}, on {world} × {device_name}, torch {torch.__version__}"
