@@ -11,13 +11,15 @@ from holdfast.system.errors import HoldfastError
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
-def collect_standard_library(path: Path) -> tuple[int, int]:
-    """Writes one JSON line per module; returns how many files and bytes of text."""
+def collect_standard_library(path: Path, most_bytes: int) -> tuple[int, int]:
+    """Writes one JSON line per module, up to about `most_bytes` of text; returns how many files and bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(file for file in root.rglob("*.py") if not LEFT_OUT & set(file.relative_to(root).parts))
     count = size = 0
     with publish_file(path) as temporary, temporary.open("wb") as out:
         for file in files:
+            if size >= most_bytes:
+                break
             try:
                 text = file.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):

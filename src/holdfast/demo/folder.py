@@ -14,7 +14,7 @@ MARKER = ".holdfast-demo"
 WRITTEN = (
     *("corpus.jsonl", "tokenizer", "undisturbed", "disturbed", "undisturbed.log", "disturbed.log", "huggingface"),
     *("stdlib.json", "stdlib.preprocessing", "stdlib_text_document.bin", "stdlib_text_document.idx"),
-    "stdlib_text_document.index",
+    *("stdlib_text_document.index", "report.html"),
 )
 """Every name that the demo gives to a file or folder in its work folder."""
 
