@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers and ranks share the cores: threads of torch that wait for each other would only burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch has read the environment when it was imported
 
 # Triton decides when it is imported whether kernels are interpreted, and torch may import it at any time.
 if not torch.cuda.is_available():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import VERBS, load, run
+from holdfast.cli import HEADINGS, VERBS, load, run
 from holdfast.command_line.flags import flags_of, options_of, parse
 from holdfast.system.errors import UsageError
 
@@ -35,6 +35,19 @@ def test_help_lists_every_verb_and_imports_no_torch():
 def test_the_package_is_the_program_too():
     done = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, holdfast("--version").stdout), done.stderr
+
+
+@pytest.mark.parametrize(("columns", "widest"), [(20, 60), (80, 80), (200, 100)])
+def test_the_list_of_verbs_and_the_help_of_a_verb_fit_the_terminal(columns, widest, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    run(["--help"])
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines() if line.startswith("  ") or columns >= 80) <= widest
+    assert set(HEADINGS) <= set(VERBS) and all(f"\n{heading}:\n" in shown for heading in HEADINGS.values())
+    with contextlib.suppress(SystemExit):
+        run(["init", "--help"])
+    flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" " * 10)]
+    assert flags and max(map(len, flags)) <= widest
 
 
 NO_JSON = {"launch dask"}
@@ -144,6 +157,7 @@ def test_help_and_version_work_as_words_and_as_flags(arguments, lines, capsys):
         (["convert", "a"], "holdfast convert needs DST"),
         (["launch", "slurm", "train", "--gpu-per-node", "8"], "perhaps you meant --gpus-per-node"),
         (["launch", "slurm", "train", "--num-layer", "8"], "perhaps you meant --num-layers"),
+        (["train"], "holdfast init my-model --input corpus.jsonl"),
         (["train", "--num-layer", "4"], "--num-layers"),
         (["train", "--num-layers", "four"], "four"),
         (["train", "missing.toml"], "missing.toml: no such configuration file"),

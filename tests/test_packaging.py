@@ -1,9 +1,10 @@
-"""The wheel as users install it: it contains the configurations and finds them by name. The checks run pinned tools."""
+"""The wheel and the sdist as users install them: complete, and configurations are found by name. The checks run pinned tools."""
 
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,15 +18,19 @@ from holdfast.system.errors import UsageError
 ROOT = Path(__file__).parents[1]
 
 
+def build(target: str, source: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    (file,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
+    return file
+
+
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory) -> Path:
     """The folder that an installed wheel would put on sys.path."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert built.returncode == 0, built.stderr
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(build("wheel", ROOT, folder)) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
 
@@ -53,6 +58,19 @@ def test_the_wheel_contains_every_file_of_the_package(unpacked):
         path.relative_to(source) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }
     assert files <= {path.relative_to(unpacked / "holdfast") for path in (unpacked / "holdfast").rglob("*")}
+
+
+def test_the_sdist_builds_the_same_wheel_and_contains_the_licence_and_no_build_output(unpacked, tmp_path):
+    with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO"} <= {path.name for path in source.iterdir()}
+    assert not [path for path in source.rglob("*") if path.name in (".venv", "__pycache__")]
+    with zipfile.ZipFile(build("wheel", source, tmp_path)) as archive:
+        rebuilt = {name: archive.read(name) for name in archive.namelist() if "dist-info" not in name}
+    here = {str(path.relative_to(unpacked)): path.read_bytes() for path in unpacked.rglob("*") if path.is_file()}
+    assert rebuilt == {name: content for name, content in here.items() if "dist-info" not in name}
+    assert "holdfast/py.typed" in rebuilt
 
 
 def test_a_file_in_the_working_folder_wins_over_one_that_comes_with_holdfast(tmp_path, monkeypatch):

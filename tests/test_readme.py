@@ -1,19 +1,18 @@
 """Run every command of the README in order, as it is printed there, on a small text."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import orjson
+import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.fenced_blocks import ROOT, bash_blocks, run_python_blocks
 
 
 def commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    lines = [line.split(" #")[0].strip() for block in bash_blocks(ROOT / "README.md") for line in block.splitlines()]
     return [line for line in lines if line]
 
 
@@ -33,8 +32,32 @@ def test_the_readmes_commands_run(tmp_path):
     assert (tmp_path / "first-megatron" / "latest_checkpointed_iteration.txt").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_fresh_clone_reaches_a_run_page_and_text_with_make_demo(tmp_path):
+    """`make demo` in a clone that has nothing but the commit. The packages are those of this environment: pip is not tested."""
+    clone = tmp_path / "clone"
+    if subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], capture_output=True).returncode:
+        pytest.skip("the tests do not run in a git checkout")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(clone / ".venv")], check=True, timeout=120)
+    (site,) = (clone / ".venv" / "lib").glob("python*/site-packages")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "paths.pth").write_text("\n".join([str(clone / "src"), *packages]) + "\n")
+    program = clone / ".venv" / "bin" / "holdfast"
+    program.write_text(f'#!/bin/sh\nexec "{clone}/.venv/bin/python" -m holdfast "$@"\n')
+    program.chmod(0o755)
+    (clone / ".venv" / ".ready").touch()
+    done = subprocess.run(
+        ["make", "demo", "DEMO=--fast"], cwd=clone, capture_output=True, text=True, timeout=900,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "def main(" in done.stdout and "resumed from memory" in done.stderr and "bit-identical" in done.stderr
+    assert str(clone / "demo" / "report.html") in done.stderr and (clone / "demo" / "report.html").is_file()
+    assert not subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True).stdout
+
+
 def test_the_readmes_snapshot_loop_leaves_its_last_step_on_disk(tmp_path):
-    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     setup = (
         "import torch\n"
         "steps, model = 3, torch.nn.Linear(4, 1)\n"
@@ -42,10 +65,7 @@ def test_the_readmes_snapshot_loop_leaves_its_last_step_on_disk(tmp_path):
         "def batch(step): return torch.full((2, 4), float(step))\n"
         "def loss(inputs): return model(inputs).square().mean()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", setup + loop], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    run_python_blocks(ROOT / "README.md", tmp_path, setup)
     from holdfast.checkpoint import open_checkpoint
 
     with open_checkpoint(tmp_path / "runs" / "my-run") as checkpoint:

@@ -3,8 +3,7 @@
 The names below load their modules at first use, so that `import holdfast` costs next to nothing.
 """
 
-import importlib
-from typing import Any
+from holdfast.system.lazy_names import lazy_names
 
 _HOMES: dict[str, str] = {
     "convert": "holdfast.conversion.converting",
@@ -15,9 +14,4 @@ _HOMES: dict[str, str] = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'holdfast' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(__name__, _HOMES)

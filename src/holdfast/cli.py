@@ -4,8 +4,11 @@ A verb is a function with one parameter, `options`, whose annotation is the data
 the verb is called, and torch only by its work: no `--help` loads torch.
 """
 
+import atexit
+import contextlib
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,36 +16,45 @@ from typing import Any
 from holdfast.system.errors import HoldfastError, UsageError
 
 VERBS: dict[str, tuple[str, str]] = {
-    "demo": ("holdfast.demo.command:demo_command", "run the whole path on this machine, with a rank killed on the way"),
+    "demo": ("holdfast.demo.command:demo_command", "run the whole path here, with a rank killed on the way"),
+    "init": ("holdfast.demo.project:init", "write a configuration and a Makefile for your own text"),
     "fetch": (
         "holdfast.assets.command:fetch",
-        "download files into the cache exactly once, for any number of processes",
+        "download files exactly once, for any number of processes",
     ),
     "fetch-storm": ("holdfast.assets.command:fetch_storm", "fetch from many ranks at once, and count the downloads"),
     "tokenizer train": ("holdfast.data.command:train_tokenizer", "train a tokenizer on your own text"),
     "preprocess": ("holdfast.data.command:preprocess", "convert text to a Megatron dataset (.bin/.idx)"),
     "merge": ("holdfast.data.command:merge", "join several .bin/.idx datasets into one"),
-    "inspect": ("holdfast.inspection:inspect", "describe a file or folder, and check it"),
     "train": (
         "holdfast.train.command:train_command",
-        "pretrain GPT or BERT, any TP × PP × DP, and resume after failures",
+        "pretrain GPT or BERT, TP × PP × DP; resume after failures",
     ),
     "snapshots": (
         "holdfast.snapshot.command:snapshots",
         "show the snapshots of a run in memory and on disk",
     ),
     "persist": ("holdfast.snapshot.command:persist", "write a run's newest memory snapshot to disk now"),
+    "report": (
+        "holdfast.report.command:report_command",
+        "draw runs as one page: curves, goodput, failures, resumes",
+    ),
+    "inspect": ("holdfast.inspection:inspect", "describe a file or folder, and check it"),
     "convert": (
         "holdfast.conversion.command:convert",
-        "convert checkpoints exactly: Megatron ↔ Hugging Face ↔ Holdfast, any layout",
+        "convert Megatron ↔ Hugging Face ↔ Holdfast, any layout",
     ),
     "generate": (
         "holdfast.generation.command:generate_command",
-        "generate text from a run, a checkpoint or a Hugging Face folder",
+        "generate text from a run, checkpoint or Hugging Face folder",
     ),
-    "report": (
-        "holdfast.report.command:report_command",
-        "write a page with a run's curves, snapshots, failures and resumes",
+    "evaluate": (
+        "holdfast.evaluation.command:evaluate_command",
+        "measure perplexity, and the tasks of lm-evaluation-harness",
+    ),
+    "serve": (
+        "holdfast.serve.command:serve_command",
+        "serve a model over HTTP: OpenAI's API and a playground",
     ),
     "launch slurm": ("holdfast.launch.command:launch_slurm", "submit a Slurm job that requeues itself and resumes"),
     "launch kubernetes": ("holdfast.launch.command:launch_kubernetes", "render or apply a Kubernetes job"),
@@ -53,17 +65,28 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch stop": ("holdfast.launch.command:launch_stop", "end a run's jobs; training persists first"),
     "launch resume": ("holdfast.launch.command:launch_resume", "submit a stopped run again"),
     "doctor": ("holdfast.launch.command:doctor", "check this machine before a job runs on it"),
+    "bench fetch": ("holdfast.bench.fetch:bench", "measure 64 processes that fetch at once, and a cached fetch"),
+    "bench preprocess": ("holdfast.bench.preprocess:bench", "measure text to .bin/.idx, merging, random reads"),
+    "bench train": ("holdfast.bench.train:bench", "measure training steps beside plain GPT-2 and Hugging Face"),
+    "bench snapshot": ("holdfast.bench.snapshot:bench", "measure a snapshot at every step, beside torch.save and DCP"),
+    "bench restart": ("holdfast.bench.restart:bench", "measure kill -9 of a rank to the next completed step"),
+    "bench convert": ("holdfast.bench.convert:bench", "measure a 345M release zip to a Hugging Face folder"),
+    "bench generate": ("holdfast.bench.generate:bench", "measure generation beside Hugging Face's generate"),
     "completion": (
         "holdfast.command_line.completion:completion",
         "print a script that completes verbs and flags in your shell",
     ),
-    "bench fetch": ("holdfast.bench.fetch:bench", "measure 64 processes that fetch at once, and a cached fetch"),
-    "bench preprocess": ("holdfast.bench.preprocess:bench", "measure text to .bin/.idx, merging, random reads"),
-    "bench train": ("holdfast.bench.train:bench", "measure training steps beside a plain GPT-2 and Hugging Face"),
-    "bench snapshot": ("holdfast.bench.snapshot:bench", "measure a snapshot at every step, beside torch.save and DCP"),
-    "bench convert": ("holdfast.bench.convert:bench", "measure a 345M release zip to a Hugging Face folder"),
-    "bench generate": ("holdfast.bench.generate:bench", "measure generation beside Hugging Face's generate"),
 }
+HEADINGS = {
+    "demo": "start",
+    "fetch": "text to data",
+    "train": "training",
+    "convert": "models",
+    "launch slurm": "clusters",
+    "bench fetch": "measurements",
+    "completion": "shell",
+}
+"""Verb → the heading in the help for this verb and those after it."""
 
 
 def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -91,17 +114,27 @@ def sub_verbs(word: str) -> list[str]:
 
 
 def help_text(word: str | None = None) -> str:
-    """All verbs, or those that start with a word."""
+    """All verbs under their headings, or those that start with a word."""
+    import textwrap
+
+    from holdfast.command_line.help import help_width
+
+    width = help_width()
     verbs = sub_verbs(word) if word else list(VERBS)
-    width = max(len(verb) for verb in verbs)
-    lines = [f"  {verb:<{width}}  {VERBS[verb][1]}" for verb in verbs]
+    indent = max(len(verb) for verb in verbs) + 4
+    lines = []
+    for verb in verbs:
+        if not word and verb in HEADINGS:
+            lines += ["", f"{HEADINGS[verb]}:"]
+        first, *rest = textwrap.wrap(VERBS[verb][1], width - indent, break_on_hyphens=False)
+        lines += [f"  {verb}".ljust(indent) + first, *(" " * indent + line for line in rest)]
     if word:
         head = f"usage: holdfast {word} VERB ..."
         foot = f"holdfast {word} VERB --help shows the flags of a verb, with examples."
         return "\n".join([head, "", *lines, "", foot])
     head = "usage: holdfast VERB ...\n\nFrom raw text to a generating language model; training resumes after failures."
-    foot = "holdfast VERB --help shows the flags of a verb, with examples. holdfast demo runs the whole path."
-    return "\n".join([head, "", *lines, "", foot])
+    foot = "holdfast demo runs the whole path on this machine.\nholdfast VERB --help shows the flags of a verb, with examples."
+    return "\n".join([head, *lines, "", foot])
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -133,14 +166,16 @@ def main() -> None:
     arguments = sys.argv[1:]
     try:
         run(arguments)
-        # The process ends here: a last garbage collection would take longer than all other steps of the exit.
-        gc.freeze()
+        # The process ends here: a last garbage collection would take longer than all other steps of the exit. Triton
+        # reports what the exit leaves uncollected, line by line.
+        if "triton" not in sys.modules:
+            gc.freeze()
     except UsageError as error:
         fail(str(error), 2)
     except HoldfastError as error:
         fail(str(error), 1)
     except KeyboardInterrupt:
-        fail("interrupted; no partial output was left behind", 130)
+        _end_interrupted()
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
@@ -148,6 +183,15 @@ def main() -> None:
         if error.filename is None and error.errno is None:
             raise
         fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1)
+
+
+def _end_interrupted() -> None:
+    """Ends without taking the interpreter down: a library's thread that still runs, and calls into it, would crash."""
+    print("holdfast: error: interrupted; no partial output was left behind", file=sys.stderr)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(130)
 
 
 def fail(message: str, code: int) -> None:

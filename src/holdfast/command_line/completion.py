@@ -19,8 +19,8 @@ class CompletionOptions:
 
     Examples:
 
-      source <(holdfast completion bash)       # this shell; in ~/.bashrc: every shell
-      source <(holdfast completion zsh)        # the same in ~/.zshrc, after compinit
+      source <(holdfast completion bash)    # this shell; in ~/.bashrc: every shell
+      source <(holdfast completion zsh)     # the same in ~/.zshrc, after compinit
       holdfast completion fish > ~/.config/fish/completions/holdfast.fish
     """
 

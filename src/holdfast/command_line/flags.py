@@ -238,7 +238,7 @@ class _ArgumentSplitter(argparse.ArgumentParser):
         return f"{dashed}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
-        """Raises argparse's errors as UsageErrors; reworded where users meet them."""
+        """Raises argparse's errors as UsageErrors; rewords the two that are hard to understand."""
         name, _, problem = message.removeprefix("argument ").partition(": ")
         if problem == "expected one argument":
             message = f"{name} needs a value; give one that starts with - as {name}=VALUE"

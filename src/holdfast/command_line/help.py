@@ -9,24 +9,37 @@ from typing import Any
 from holdfast.command_line.flags import ARGUMENTS, NUMBERS, Flag, flags_of
 from holdfast.system.field_docs import field_docs
 
-WIDTH = 100
+LEAST_WIDTH, WIDTH = 60, 100
 COLUMN = 30
 LONG_CHOICES = 40
 
 
+def help_width() -> int:
+    """Columns of a help text: those of the terminal, from LEAST_WIDTH to WIDTH."""
+    return max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, WIDTH))
+
+
 def help_text(options: type, prog: str) -> str:
-    """The text that `--help` prints: as wide as the terminal, at most WIDTH columns."""
-    width = min(shutil.get_terminal_size().columns, WIDTH)
+    """The text that `--help` prints."""
+    width = help_width()
     flags = flags_of(options)
-    shown = [flag for flag in flags if "remainder" not in flag.metadata]
     docs = field_docs(options)
     needed = [usage_of(flag) for flag in flags if not flag.named or flag.default is MISSING]
-    lines = [" ".join(["usage:", prog, *needed, "[flags]"]), "", description(options, width)]
-    order = [ARGUMENTS, *getattr(options, "HEADINGS", {}).values(), *(flag.heading for flag in flags)]
-    for heading in dict.fromkeys(order):
-        entries = [entry(flag, docs[flag.name], width) for flag in shown if flag.heading == heading]
-        lines += ["", f"{heading}:", *entries] if entries else []
+    usage = textwrap.wrap(
+        " ".join([f"usage: {prog}", *needed, "[flags]"]), width, subsequent_indent="    ", break_on_hyphens=False
+    )
+    lines = [*usage, "", description(options, width)]
+    for heading, group in flags_by_heading(options).items():
+        lines += ["", f"{heading}:", *(entry(flag, docs[flag.name], width) for flag in group)]
     return "\n".join(lines)
+
+
+def flags_by_heading(options: type) -> dict[str, list[Flag]]:
+    """Heading → its flags, in the order of the help."""
+    flags = [flag for flag in flags_of(options) if "remainder" not in flag.metadata]
+    order = [ARGUMENTS, *getattr(options, "HEADINGS", {}).values(), *(flag.heading for flag in flags)]
+    found = {heading: [flag for flag in flags if flag.heading == heading] for heading in dict.fromkeys(order)}
+    return {heading: group for heading, group in found.items() if group}
 
 
 def description(options: type, width: int) -> str:
