@@ -11,11 +11,13 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscop
 # What codespell reads; its settings are in pyproject.toml.
 PROSE := src tests docs examples configs deploy .ci README.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml
 
-.PHONY: demo test test-all check format clean
+# Flags of `holdfast demo`, such as DEMO=--fast.
+DEMO :=
+
+.PHONY: demo test test-all check docs format clean
 
 demo: $(READY)
-	@echo 'The demo trains two small models on this machine, offline; it takes 2 to 5 minutes on two cores and about 100 MB in ./demo.'
-	$(BIN)/holdfast demo
+	$(BIN)/holdfast demo $(DEMO)
 
 test: $(READY)
 	$(PYTEST)
@@ -29,6 +31,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/python -m codespell_lib $(PROSE)
 	$(BIN)/mypy
+
+# The documentation as a site in ./site; a broken link is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -45,4 +51,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
