@@ -1,12 +1,15 @@
 """The one way tests start ranks: real processes with a real gloo group, forked from a server that has torch loaded already."""
 
+import contextlib
 import multiprocessing
 import os
 import queue
+import random
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -16,9 +19,13 @@ _CONTEXT.set_forkserver_preload(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the system hands out by itself: nothing else takes it before its user listens on it."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(max(1024, lowest - 20_000), lowest)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank(

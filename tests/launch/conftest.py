@@ -1,5 +1,6 @@
 """A real Slurm for the tests: four virtual nodes on this machine, started once for the session and stopped at its end."""
 
+import contextlib
 import json
 import os
 import random
@@ -102,9 +103,10 @@ class Lab:
             return ""
 
     def kill_node(self, node: str) -> None:
-        """Kills every process of the node at once."""
+        """Kills every process of the node at once; some end by themselves meanwhile."""
         for process in self.pids_on(node):
-            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     @property
     def has_namespaces(self) -> bool:
