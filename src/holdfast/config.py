@@ -117,8 +117,11 @@ class TrainConfig:
     """What to recompute in the backward pass to save memory: none, selective (attention) or full (whole layers)."""
     compile: bool | None = None
     """Compile the layers: Triton kernels where they cover the layer, else torch.compile. Unset: on CUDA only."""
-    attention_backend: Literal["auto", "cudnn", "flash", "efficient"] = "auto"
-    """Attention kernel of the Triton layers. auto: the fastest for the run's shape, measured once per device and shape."""
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "short", "flash4", "cudnn-flash4"] = "auto"
+    """Attention kernel of the Triton layers. auto: the fastest for the run's shape, measured once per device and shape. short
+    takes up to 128 tokens; flash4 and cudnn-flash4 need the extra `cuda`."""
+    mlp_backend: Literal["auto", "separate", "quack"] = "auto"
+    """GELU of the Triton layers: separate kernels, or quack's products that compute it (extra `cuda`). auto: the faster."""
     cuda_graph: bool | None = None
     """Record forward and backward as a CUDA graph, on one GPU. Unset: unless a pass is slower with it."""
     fp8: bool = False

@@ -46,6 +46,7 @@ def compile_instead(kernel: Any, *values: Any, grid: Any, warmup: bool, num_warp
 
 def main() -> None:
     from holdfast.kernels import activation, activation_fp8, adamw, attention, cross_entropy, fp8, fp8_weights, norm
+    from holdfast.kernels import short_attention as short
 
     JITFunction.run = compile_instead
 
@@ -78,6 +79,10 @@ def main() -> None:
         attention.gather_gradients(q, k, k, rotary, amax)
         attention.gather_gradients_fp8(q, k, k, rotary, site(E5M2))
     attention.rotate_(random(2, 64, 12 * 64), 4, 64, (angles, angles))
+    heads, sums, bias = (k, k, k), (random(2, 2, 1, 64).float(),) * 3, torch.zeros(2, 1, 1, 64, dtype=BF16)
+    for given, causal in ((bias, False), (None, True)):
+        _, normalizers = short.short_attention(*heads, given, causal, torch.empty_like(k))
+        short.short_attention_backward(k, *heads, given, causal, normalizers, heads, sums)
     cross_entropy.cross_entropy_(random(4, 50304), torch.zeros(4, dtype=torch.int64), torch.ones(4), 50257)
     fp8.quantize(x, E4M3)
     fp8.quantize_at(x, site(E5M2), noted=False)

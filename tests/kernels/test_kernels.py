@@ -264,3 +264,39 @@ def test_the_likeliest_token_is_the_first_of_equal_ones(device, columns):
     x[1, 2] = x[1, columns - 1] = 50.0
     x[2] = -50.0
     assert argmax(x).tolist() == [int(x[0].argmax()), 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "head", "causal", "padded"),
+    [(2, 20, 64, False, True), (1, 33, 64, True, False), (2, 17, 128, True, False), (1, 128, 64, False, False)],
+)
+def test_attention_of_short_sequences(device, batch, tokens, head, causal, padded):
+    from holdfast.kernels.short_attention import short_attention, short_attention_backward
+    from holdfast.models.attention_backends import heads_of
+
+    buffer, dout = random(device, batch, tokens, 2 * 3 * head), random(device, batch, 2, tokens, head)
+    bias = torch.zeros(batch, 1, 1, tokens, device=device) if padded else None
+    if bias is not None:
+        bias[0, ..., tokens - 3 :] = -torch.inf
+    BUFFER = leaf(buffer)
+    wanted = F.scaled_dot_product_attention(*heads_of(BUFFER, 1, head), attn_mask=bias, is_causal=causal)
+    wanted.backward(dout.float())
+
+    heads, gradient = heads_of(buffer, 1, head), torch.full_like(buffer, torch.nan)
+    sums = torch.full((batch, 1, buffer.shape[2]), torch.nan, device=device)
+    bias = None if bias is None else bias.to(buffer.dtype)
+    out, lse = short_attention(*heads, bias, causal, torch.full_like(heads[0], torch.nan))
+    places = heads_of(gradient, 1, head), heads_of(sums, 1, head)
+    short_attention_backward(dout, *heads, bias, causal, lse, *places)
+    near(out, wanted)
+    near(gradient, BUFFER.grad)
+    near(sums.sum((0, 1)), BUFFER.grad.sum((0, 1)))
+
+
+def test_a_token_that_attends_to_none_is_no_nan(device):
+    from holdfast.kernels.short_attention import short_attention
+
+    q, k, v = (random(device, 1, 1, 16, 64) for _ in range(3))
+    bias = torch.full((1, 1, 1, 16), -torch.inf, device=device, dtype=q.dtype)
+    out, _ = short_attention(q, k, v, bias, False, torch.empty_like(q))
+    assert out.eq(0).all()

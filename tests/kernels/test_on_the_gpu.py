@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from holdfast.config import ModelConfig
+from holdfast.models import activation_products
 from holdfast.models.fused import fp8_weights
 from holdfast.models.gpt import GPT
 from holdfast.models.products import ScaleTable
@@ -39,11 +40,11 @@ def build(config: ModelConfig, dtype: torch.dtype, fused: bool = False, fp8: boo
     return model
 
 
-def gradients(model: GPT) -> dict[str, torch.Tensor]:
+def gradients(model: GPT, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(2)
     tokens = torch.randint(0, 50257, (2, 1025), generator=generator, device="cuda")
     model.zero_grad(set_to_none=True)
-    model(tokens[:, :-1], tokens[:, 1:]).sum().backward()
+    model(tokens[:, :-1], tokens[:, 1:], **more).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -60,6 +61,35 @@ def test_fused_layers_round_no_more_than_plain_ones(config):
     narrow = build(config, torch.bfloat16, fused=True, fp8=True)
     assert error(narrow) < 0.25  # scaled dynamically
     assert error(narrow) < 0.25  # scaled by the pass before
+
+
+@pytest.mark.skipif(not activation_products.installed(), reason="needs the extra cuda")
+def test_layers_with_the_kernels_of_the_extra_round_no_more_than_plain_ones():
+    wanted = gradients(build(GPT2, torch.float32))
+    plain, fused = build(GPT2, torch.bfloat16), build(GPT2, torch.bfloat16, fused=True)
+    for layer in fused.decoder.layers.values():
+        layer.self_attention.backend, layer.mlp.epilogue = "cudnn-flash4", True
+    errors = [
+        max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+        for found in (gradients(plain), gradients(fused))
+    ]
+    assert errors[1] < 1.2 * errors[0]
+
+
+@pytest.mark.parametrize("backend", ["flash", "flash4"])
+def test_fused_layers_attend_inside_documents(backend):
+    if backend == "flash4" and not activation_products.installed():
+        pytest.skip("needs the extra cuda")
+    documents = (torch.arange(1024, device="cuda") // 100).expand(2, -1)
+    wanted = gradients(build(GPT2, torch.float32), documents_BT=documents)
+    plain, fused = build(GPT2, torch.bfloat16), build(GPT2, torch.bfloat16, fused=True)
+    for layer in fused.decoder.layers.values():
+        layer.self_attention.backend = backend
+    errors = [
+        max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+        for found in (gradients(model, documents_BT=documents) for model in (plain, fused))
+    ]
+    assert errors[1] < 1.2 * errors[0]
 
 
 def test_adamw_steps_as_torch_does_and_skips_what_is_not_finite():

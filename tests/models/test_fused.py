@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from holdfast.config import ModelConfig
+from holdfast.models import fused_functions
 from holdfast.models.bert import BERT
 from holdfast.models.gpt import GPT
 from holdfast.parallel.parallelize import recompute_in_backward
@@ -18,6 +20,7 @@ LLAMA = replace(
 ORIGINAL_BERT = replace(GPT2, model_type="bert", bert_variant="original")
 TOKENS = torch.randint(0, 300, (1, 7), generator=torch.Generator().manual_seed(1))
 TEXT = {"x": TOKENS[:, :-1], "labels_BT": TOKENS[:, 1:]}
+DOCUMENTS = TEXT | {"documents_BT": torch.tensor([[0, 0, 1, 1, 1, 2]])}
 MASKED = {
     "x": TOKENS[:, :-1], "padding_BT": torch.arange(6)[None] < 5,
     "places_BP": torch.tensor([[1, 4]]), "labels_BP": TOKENS[:, :2], "weights_BP": torch.ones(1, 2),
@@ -49,20 +52,25 @@ def gradients(model, inputs) -> dict[str, torch.Tensor]:
     torch.cuda.is_available(), reason="the kernels are not interpreted here; test_on_the_gpu.py runs them"
 )
 @pytest.mark.parametrize(
-    ("config", "inputs"),
+    ("config", "inputs", "backend"),
     [
-        pytest.param(GPT2, TEXT, id="gpt2"),
-        pytest.param(LLAMA, TEXT, id="llama"),
-        pytest.param(replace(LLAMA, disable_bias_linear=False), TEXT, id="llama with biases"),
-        pytest.param(ORIGINAL_BERT, MASKED, id="original bert"),
-        pytest.param(replace(ORIGINAL_BERT, bert_variant="megatron"), MASKED, id="megatron's bert"),
+        pytest.param(GPT2, TEXT, None, id="gpt2"),
+        pytest.param(GPT2, TEXT, "short", id="gpt2 by short attention"),
+        pytest.param(GPT2, DOCUMENTS, None, id="gpt2 with documents"),
+        pytest.param(LLAMA, TEXT, None, id="llama"),
+        pytest.param(replace(LLAMA, num_query_groups=4), TEXT, "short", id="llama by short attention"),
+        pytest.param(replace(LLAMA, window_size=(1,)), DOCUMENTS, None, id="llama with documents and a window"),
+        pytest.param(replace(LLAMA, disable_bias_linear=False), TEXT, None, id="llama with biases"),
+        pytest.param(ORIGINAL_BERT, MASKED, None, id="original bert"),
+        pytest.param(ORIGINAL_BERT, MASKED, "short", id="original bert by short attention"),
+        pytest.param(replace(ORIGINAL_BERT, bert_variant="megatron"), MASKED, None, id="megatron's bert"),
     ],
 )
-def test_fused_layers_give_the_gradients_of_plain_ones(config, inputs):
+def test_fused_layers_give_the_gradients_of_plain_ones(config, inputs, backend):
     model = build(config)
     wanted = gradients(model, inputs)
     for layer in layers(model):
-        layer.fused = True
+        layer.fused, layer.self_attention.backend = True, backend
     fused = gradients(model, inputs)
     for layer in layers(model):
         recompute_in_backward(layer)
@@ -71,6 +79,30 @@ def test_fused_layers_give_the_gradients_of_plain_ones(config, inputs):
     for name, gradient in wanted.items():
         assert (fused[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
         assert torch.equal(recomputed[name], fused[name]), name
+
+
+def test_an_activation_in_the_products_epilogue_gives_the_same_gradients(monkeypatch):
+    """With plain torch for the products of the optional package, which needs a GPU; test_on_the_gpu.py calls that."""
+    model = build(GPT2)
+    wanted = gradients(model, TEXT)
+
+    def linear_gelu(x, weight, bias):
+        inner = F.linear(x, weight, bias)
+        return inner, F.gelu(inner, approximate="tanh")
+
+    def gelu_gradient(dy, weight, inner):
+        inner = inner.detach().requires_grad_()
+        with torch.enable_grad():
+            active = F.gelu(inner, approximate="tanh")
+        return torch.autograd.grad(active, inner, dy @ weight)[0], active.detach()
+
+    monkeypatch.setattr(fused_functions, "linear_gelu", linear_gelu)
+    monkeypatch.setattr(fused_functions, "gelu_gradient", gelu_gradient)
+    for layer in layers(model):
+        layer.fused, layer.mlp.epilogue = True, True
+    found = gradients(model, TEXT)
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
 
 
 def test_matrices_that_follow_each_other_are_stacked_without_a_copy():

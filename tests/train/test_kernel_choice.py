@@ -1,11 +1,19 @@
-"""The attention kernel of a run: measured once per device and shape, remembered, and overridable."""
+"""The kernels of a run: measured once per device and shape, remembered, and overridable."""
+
+from collections.abc import Callable, Collection
 
 import pytest
 
 from holdfast.system.errors import HoldfastError
-from holdfast.train.kernel_choice import fastest
+from holdfast.train import kernel_choice
 
 TIMES = {"cudnn": 0.9, "flash": 1.2, "efficient": 2.0}
+
+
+def fastest(
+    wanted: str, key: str, measure: Callable[[], dict[str, float]], allowed: Collection[str] = TIMES
+) -> tuple[str, dict[str, float]]:
+    return kernel_choice.fastest("--attention-backend", wanted, key, measure, allowed)
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +30,9 @@ def test_the_fastest_is_measured_once(cache):
         return TIMES
 
     for _ in range(2):
-        assert fastest("auto", "a shape", measure, deterministic=False) == ("cudnn", TIMES)
+        assert fastest("auto", "a shape", measure) == ("cudnn", TIMES)
     assert len(calls) == 1
-    assert fastest("auto", "another shape", lambda: {"flash": 1.0}, deterministic=False)[0] == "flash"
+    assert fastest("auto", "another shape", lambda: {"flash": 1.0})[0] == "flash"
     assert len(calls) == 1
 
 
@@ -34,19 +42,21 @@ def test_the_fastest_is_measured_once(cache):
 def test_what_another_version_kept_is_measured_again(cache, kept):
     cache.mkdir()
     (cache / "kernels.json").write_text(kept)
-    assert fastest("auto", "a shape", lambda: TIMES, deterministic=False) == ("cudnn", TIMES)
-    assert fastest("auto", "a shape", dict, deterministic=False) == ("cudnn", TIMES)
+    assert fastest("auto", "a shape", lambda: TIMES) == ("cudnn", TIMES)
+    assert fastest("auto", "a shape", dict) == ("cudnn", TIMES)
 
 
-def test_a_deterministic_run_leaves_cudnn_out():
-    assert fastest("auto", "a shape", lambda: TIMES, deterministic=True)[0] == "flash"
+def test_only_what_is_allowed_is_chosen():
+    allowed = ("flash", "efficient")  # those that a deterministic run may call
+    assert fastest("auto", "a shape", lambda: TIMES, allowed)[0] == "flash"
     with pytest.raises(HoldfastError, match="choose flash 1.200, efficient 2.000"):
-        fastest("cudnn", "a shape", lambda: TIMES, deterministic=True)
+        fastest("cudnn", "a shape", lambda: TIMES, allowed)
+    assert fastest("auto", "a shape", dict)[0] == "cudnn"  # all times were kept
 
 
 def test_the_user_chooses_among_those_that_take_the_shape():
-    assert fastest("efficient", "a shape", lambda: TIMES, deterministic=False)[0] == "efficient"
+    assert fastest("efficient", "a shape", lambda: TIMES)[0] == "efficient"
     with pytest.raises(HoldfastError, match="--attention-backend flash cannot compute a masked shape"):
-        fastest("flash", "a masked shape", lambda: {"efficient": 1.0}, deterministic=False)
+        fastest("flash", "a masked shape", lambda: {"efficient": 1.0})
     with pytest.raises(HoldfastError, match="--no-compile"):
-        fastest("auto", "no shape", dict, deterministic=False)
+        fastest("auto", "no shape", dict)

@@ -90,7 +90,7 @@ class HoldfastContender:
         model = config.model
         assert model.vocab_size is not None
         self._device, self._clip = grid.device, config.optimizer.clip_grad
-        self._inputs: Callable[..., PassInputs] = functools.partial(gpt_inputs, False)
+        self._inputs: Callable[..., PassInputs] = functools.partial(gpt_inputs, False, None)
         if model.model_type == "bert":
             self._inputs = functools.partial(bert_inputs, max_predictions(config), not model.bert_no_binary_head)
         self.stages = stages = build_stages(config, grid, model.vocab_size)

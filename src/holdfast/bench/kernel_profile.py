@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STEPS = 3
 # Kind → kernel names, the first match decides. Products are cuBLAS's, attention is cuDNN's or flash attention.
 KINDS = {
-    "attention": r"sdpa|flash|fmha|cudnn::fusion",
+    "attention": r"sdpa|flash|fmha|cudnn::fusion|_short_attention",
     "product": r"nvjet|gemm|cutlass|cublas|xmma",
     "fp8 conversion": r"_quantize|_largest",
     "loss": r"_cross_entropy|softmax|nll_loss",

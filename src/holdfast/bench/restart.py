@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.bench.harness import Row, Tables, show
 from holdfast.system.errors import HoldfastError
@@ -45,13 +45,15 @@ class RestartBench:
 
       holdfast bench restart
       holdfast bench restart --config gpt2_345m --ranks 1 --kills 3 --json
-      holdfast bench restart --kills 3 --every 30     # also steps with kills / without
+      holdfast bench restart --modes standby --kills 3 --every 30     # also steps with kills / without
     """
 
     config: str = "auto"
     """Configuration to train: a file or a name. auto: gpt2_345m with CUDA, gpt_tiny without."""
     ranks: int = 0
     """Ranks of the run. 0: one per GPU; 2 without CUDA."""
+    modes: tuple[Literal["new", "forked", "standby"], ...] = ("new", "forked", "standby")
+    """How ranks start again: as new processes, forked from one that has imported everything, or from spares that wait."""
     kills: int = 3
     """Kills per mode."""
     every: float = 0.0
@@ -76,9 +78,9 @@ def run(options: RestartBench) -> Tables:
     work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     try:
         command = _command(config, ranks, options.batch_size, _random_tokens(work / "tokens"))
-        modes = {
-            name: _measure(work / name, [*command, *flags], ranks, options.kills, options.every)
-            for name, flags in MODES.items()
+        modes: dict[str, Measured] = {
+            name: _measure(work / name, [*command, *MODES[name]], ranks, options.kills, options.every)
+            for name in dict.fromkeys(options.modes)
         }
     finally:
         shutil.rmtree(work, ignore_errors=True)

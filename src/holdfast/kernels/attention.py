@@ -99,10 +99,12 @@ def rotate_(qkv_BTC: Tensor, queries: int, head: int, rotary: tuple[Tensor, Tens
 
 
 def gather_gradients(
-    dq: Tensor, dk: Tensor, dv: Tensor, rotary: tuple[Tensor, Tensor] | None, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The buffer's gradient (B·T, columns) from those of (B, heads, T, D), and its column sums; `amax` as elsewhere."""
-    dqkv = torch.empty(_gathered(dq, dk), dtype=dq.dtype, device=dq.device)
+    dq: Tensor, dk: Tensor, dv: Tensor, rotary: tuple[Tensor, Tensor] | None, amax: Tensor | None = None,
+    buffer: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The buffer's gradient (B·T, columns) from those of (B, heads, T, D), and its column sums; `amax` as elsewhere. They may be
+    parts of `buffer` already: each of its elements is read and written by one program."""
+    dqkv = torch.empty(_gathered(dq, dk), dtype=dq.dtype, device=dq.device) if buffer is None else buffer.flatten(0, 1)
     return dqkv, _gather(dq, dk, dv, rotary, dqkv, None, None, amax, 0.0)
 
 

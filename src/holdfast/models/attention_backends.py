@@ -1,158 +1,185 @@
-"""The attention product through torch's own kernels, called as plain functions: forward, and backward from what forward returned.
+"""The implementations of the attention product that fused layers choose from: what each can do, and how long it takes.
 
-A backend is one of torch's implementations; `milliseconds` measures those that take a shape.
+A backend that can writes the gradients of q, k and v to their places in one buffer (`Gradients.buffer`); those of the others are
+gathered there afterwards. `milliseconds` measures all that take a shape.
 
-Shapes: B batch, H query heads, G key and value heads, T tokens, D head width.
+Shapes: B batch, H query heads, G key and value heads, T tokens, D head width, C columns of the fused q/k/v projection.
 """
 
-import contextlib
+import functools
+import importlib.metadata
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from holdfast.kernels.timing import kernel_milliseconds
+from holdfast.models import attention_kernels as kernels
+from holdfast.models.attention_kernels import Asked, Attended, Heads, Places
+from holdfast.system.progress import log
 
-
-class Attended(NamedTuple):
-    out: Tensor
-    saved: tuple[Tensor, ...]
-    """What backward needs beside q, k, v and the output."""
-    lengths: tuple[int, ...]
+TOLERANCE = 0.05
+"""Relative error of a backend beside another one: about five times what bf16 rounds."""
 
 
 class Backend(NamedTuple):
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Attended]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(dout, q, k, v, bias, causal, attended) → dq, dk, dv."""
-    takes_bias: bool
-    grouped: bool
+    forward: Callable[[Heads, Asked], Attended]
+    backward: Callable[[Tensor, Heads, Asked, Attended, Places | None], Heads]
+    """(gradient of the output, heads, asked, attended, where the gradients go if that is given) → the gradients."""
+    takes_bias: bool = False
+    takes_segments: bool = False
+    grouped: bool = True
     """Whether it takes fewer key and value heads than query heads."""
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Attended:
-    found = aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, False)
-    out, lse, _, _, longest_q, longest_k, seed, offset, _ = found
-    return Attended(out, (lse, seed, offset), (longest_q, longest_k))
-
-
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, made: Attended
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, made.out, *made.saved, bias, None, None, *made.lengths, 0.0, causal
-    )
-    return gradients
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Attended:
-    out, lse, _, _, longest_q, longest_k, state, unused, _ = aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, causal
-    )
-    return Attended(out, (lse, state, unused), (longest_q, longest_k))
-
-
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, made: Attended
-) -> tuple[Tensor, Tensor, Tensor]:
-    lse, state, unused = made.saved
-    gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, made.out, lse, None, None, *made.lengths, 0.0, causal, state, unused
-    )
-    return gradients
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Attended:
-    out, *saved = aten._scaled_dot_product_efficient_attention(q, k, v, _whole(bias, q, k), True, 0.0, causal)
-    return Attended(out, tuple(saved), ())
-
-
-def _efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, made: Attended
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, _whole(bias, q, k), made.out, *made.saved, 0.0, [True, True, True, False], causal
-    )
-    return dq, dk, dv
-
-
-def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Attended:
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
-    return Attended(out, (lse,), ())
-
-
-def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, made: Attended
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, made.out, *made.saved, 0.0, causal, attn_mask=bias
-    )
-    return gradients
-
-
-def _whole(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The bias as a view of (B, H, T, T)."""
-    return None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    places: bool = False
+    """Whether backward writes to the places that it is given."""
+    sums: bool = False
+    """Whether it also writes the sums of the gradients."""
+    repeats: bool = False
+    """Whether the gradients are the same bit for bit in every call, where torch is asked for that."""
+    package: str = ""
+    """The optional package that it needs."""
 
 
 BACKENDS = {
-    "cudnn": Backend(_cudnn, _cudnn_backward, takes_bias=True, grouped=True),
-    "flash": Backend(_flash, _flash_backward, takes_bias=False, grouped=True),
-    "efficient": Backend(_efficient, _efficient_backward, takes_bias=True, grouped=False),
-    "cpu": Backend(_cpu, _cpu_backward, takes_bias=True, grouped=False),
-}
+    "cudnn": Backend(kernels.cudnn, kernels.cudnn_backward, takes_bias=True),
+    "flash": Backend(kernels.flash, kernels.flash_backward, takes_segments=True, repeats=True),
+    "efficient": Backend(
+        kernels.efficient, kernels.efficient_backward, takes_bias=True, grouped=False, repeats=True
+    ),
+    "flash4": Backend(
+        kernels.flash4, kernels.flash4_backward, takes_segments=True, places=True, package="flash-attn-4"
+    ),
+    "cudnn-flash4": Backend(kernels.cudnn, kernels.flash4_backward, places=True, package="flash-attn-4"),
+    "short": Backend(
+        kernels.short, kernels.short_backward, takes_bias=True, grouped=False, places=True, sums=True, repeats=True
+    ),
+    "cpu": Backend(kernels.cpu, kernels.cpu_backward, takes_bias=True, takes_segments=True, grouped=False),
+}  # fmt: skip
 
 
-def forward(name: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Attended:
-    """Attention of (B, H, T, D) over (B, G, T, D); `bias` is added to the scores, (B, 1, T or 1, T)."""
-    queries = 1 if BACKENDS[name].grouped else q.shape[1] // k.shape[1]
-    if queries > 1:
+class Gradients(NamedTuple):
+    heads: Heads
+    buffer: Tensor | None = None
+    """(B, T, C), if `heads` are views of it."""
+    sums: Tensor | None = None
+    """Of the buffer's columns, (C), where the backend computes them."""
+
+
+def heads_of(buffer_BTC: Tensor, queries: int, head: int) -> Heads:
+    """Queries, keys and values of a buffer: views, but with more than one query head per group the queries are a copy."""
+    slots = buffer_BTC.unflatten(2, (-1, queries + 2, head))
+    query = slots[:, :, :, :queries].flatten(2, 3).transpose(1, 2)
+    return query, slots[:, :, :, queries].transpose(1, 2), slots[:, :, :, queries + 1].transpose(1, 2)
+
+
+def forward(name: str, qkv_BTC: Tensor, queries: int, head: int, asked: Asked) -> Attended:
+    """Attention of the buffer's `queries` query heads per group of keys and values."""
+    q, k, v = heads_of(qkv_BTC, queries, head)
+    if queries > 1 and not BACKENDS[name].grouped:
         k, v = k.repeat_interleave(queries, 1), v.repeat_interleave(queries, 1)
-    return BACKENDS[name].forward(q, k, v, bias, causal)
+    return BACKENDS[name].forward((q, k, v), asked)
 
 
 def backward(
-    name: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, made: Attended
-) -> tuple[Tensor, Tensor, Tensor]:
-    queries, groups = q.shape[1] // k.shape[1], k.shape[1]
-    if queries == 1 or BACKENDS[name].grouped:
-        return BACKENDS[name].backward(dout, q, k, v, bias, causal, made)
+    name: str, dout: Tensor, qkv_BTC: Tensor, queries: int, head: int, asked: Asked, made: Attended
+) -> Gradients:
+    """The gradients of the buffer's parts."""
+    backend, (q, k, v) = BACKENDS[name], heads_of(qkv_BTC, queries, head)
+    if backend.places and queries == 1:  # else the places of the queries are no view
+        buffer = torch.empty_like(qkv_BTC)
+        sums = torch.empty(len(qkv_BTC), 1, qkv_BTC.shape[2], device=dout.device)
+        into = Places(heads_of(buffer, 1, head), heads_of(sums, 1, head))
+        heads = backend.backward(dout, (q, k, v), asked, made, into)
+        return Gradients(heads, buffer, sums.sum((0, 1)) if backend.sums else None)
+    if queries == 1 or backend.grouped:
+        return Gradients(backend.backward(dout, (q, k, v), asked, made, None))
+    groups = k.shape[1]
     k, v = k.repeat_interleave(queries, 1), v.repeat_interleave(queries, 1)
-    dq, dk, dv = BACKENDS[name].backward(dout, q, k, v, bias, causal, made)
-    return dq, dk.unflatten(1, (groups, queries)).sum(2), dv.unflatten(1, (groups, queries)).sum(2)
+    dq, dk, dv = backend.backward(dout, (q, k, v), asked, made, None)
+    return Gradients((dq, dk.unflatten(1, (groups, queries)).sum(2), dv.unflatten(1, (groups, queries)).sum(2)))
 
 
-def default(q: Tensor, bias: Tensor | None) -> str:
-    """A backend that takes what the fused layers take, where none was chosen from outside."""
-    return "cpu" if q.device.type == "cpu" else "flash" if bias is None else "efficient"
+def chosen(wanted: str | None, qkv_BTC: Tensor, queries: int, head: int, asked: Asked) -> str:
+    """The backend to call: the wanted one if it takes this, else one that takes everything that fused layers compute."""
+    tokens, device = qkv_BTC.shape[1], qkv_BTC.device
+    if wanted is not None and _takes(wanted, tokens, queries, head, asked, device):
+        return wanted
+    return "cpu" if device.type == "cpu" else "flash" if asked.bias is None else "efficient"
+
+
+def _takes(name: str, tokens: int, queries: int, head: int, asked: Asked, device: torch.device) -> bool:
+    """Whether a backend may be called with this. It may still refuse a shape, or the device."""
+    from holdfast.kernels.short_attention import takes
+
+    backend = BACKENDS[name]
+    return (
+        (name in ("cpu", "short") if device.type == "cpu" else name != "cpu")
+        and (name != "short" or (queries == 1 and takes(tokens, head, asked.bias)))
+        and (backend.takes_bias or asked.bias is None)
+        and (backend.takes_segments or asked.segments is None)
+        and (not backend.package or _installed(backend.package))
+    )
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def candidates(shape: tuple[int, int, int, int], groups: int, asked: Asked, device: torch.device) -> list[str]:
+    """The backends that may compute attention of this (B, H, T, D)."""
+    _, heads, tokens, head = shape
+    return [name for name in BACKENDS if _takes(name, tokens, heads // groups, head, asked, device)]
 
 
 def milliseconds(
-    shape: tuple[int, int, int, int], groups: int, masked: bool, causal: bool, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int, int, int], groups: int, asked: Asked, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Time of forward and backward by each GPU backend that takes attention of this (B, H, T, D)."""
+    """Time of forward and backward, with the gradients in one buffer, by each GPU backend that computes this (B, H, T, D) right.
+
+    Right: as the first one of those that torch contains, within the rounding of the compute type."""
     batch, heads, tokens, head = shape
-    buffer = torch.randn(batch, tokens, heads + 2 * groups, head, dtype=dtype, device=device).transpose(1, 2)
-    q, k, v = buffer.split((heads, groups, groups), dim=1)
-    bias = torch.zeros(batch, 1, 1 if not causal else tokens, tokens, dtype=dtype, device=device) if masked else None
-    found = {}
-    for name, backend in BACKENDS.items():
-        if name != "cpu" and (backend.takes_bias or not masked):
-            with contextlib.suppress(RuntimeError):  # it does not take this shape, or not on this device
-                found[name] = _milliseconds(name, q, k, v, bias, causal and not masked)
+    queries = heads // groups
+    qkv = torch.randn(batch, tokens, groups * (queries + 2) * head, dtype=dtype, device=device)
+    found: dict[str, float] = {}
+    wanted: list[Tensor] | None = None
+    for name in candidates(shape, groups, asked, device):
+        try:
+            results, found[name] = _measure(name, qkv, queries, head, asked)
+        except (
+            Exception
+        ) as error:  # of another kind for each library: it does not take this shape, or not on this device
+            log(f"attention by {name} is not used: {' '.join(str(error).split())[:200] or type(error).__name__}")
+            continue
+        wanted = wanted or results
+        if any(relative_error(result, right) > TOLERANCE for result, right in zip(results, wanted, strict=True)):
+            log(f"attention by {name} is not used: its results differ from torch's")
+            del found[name]
     return found
 
 
-def _milliseconds(name: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> float:
-    """One forward and backward, the shorter of two after one that is not measured."""
-    found: list[float] = []
-    for _ in range(3):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        made = forward(name, q, k, v, bias, causal)
-        backward(name, torch.ones_like(made.out), q, k, v, bias, causal, made)
-        last.record()
-        last.synchronize()
-        found.append(float(first.elapsed_time(last)))
-    return min(found[1:])
+def _measure(name: str, qkv: Tensor, queries: int, head: int, asked: Asked) -> tuple[list[Tensor], float]:
+    """(output and gradient, time)."""
+    from holdfast.kernels.activation import column_sums
+    from holdfast.kernels.attention import gather_gradients
+
+    def run() -> list[Tensor]:
+        made = forward(name, qkv, queries, head, asked)
+        gradients = backward(name, made.out, qkv, queries, head, asked, made)
+        buffer = gradients.buffer
+        if buffer is None:
+            buffer, _ = gather_gradients(*gradients.heads, None)
+        elif gradients.sums is None:
+            column_sums(buffer)
+        return [made.out, buffer.view_as(qkv)]
+
+    return run(), kernel_milliseconds(run)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())

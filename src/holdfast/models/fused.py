@@ -27,6 +27,7 @@ from holdfast.models.fused_functions import (
     norm_arguments,
 )
 from holdfast.models.products import LayerScales
+from holdfast.models.segments import Segments
 
 if TYPE_CHECKING:
     from holdfast.models.layers import MLP, SelfAttention, TransformerLayer
@@ -75,12 +76,12 @@ def fp8_weights(layer: Any) -> list[tuple[Tensor, ...]]:
 
 
 def fused_layer(
-    layer: "TransformerLayer", x: Tensor | ResidualStream, rotary: Rotary | None, score_bias: Tensor | None
+    layer: "TransformerLayer", x: Tensor | ResidualStream, rotary: Rotary | None, mask: Tensor | Segments | None
 ) -> ResidualStream:
     """A pre-norm layer: attention and MLP, each after its norm and added to the residual stream."""
     stream = x if isinstance(x, ResidualStream) else ResidualStream(x)
     fp8 = layer.fp8() if layer.fp8 else None
-    stream = attention_block(stream, layer.input_layernorm, layer.self_attention, rotary, score_bias, fp8)
+    stream = attention_block(stream, layer.input_layernorm, layer.self_attention, rotary, mask, fp8)
     return mlp_block(stream, layer.pre_mlp_layernorm, layer.mlp, fp8)
 
 
@@ -121,13 +122,16 @@ def score_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def attention_block(
     stream: ResidualStream, norm: nn.Module | None, attention: "SelfAttention", rotary: Rotary | None,
-    bias: Tensor | None, fp8: LayerScales | None,
+    mask: Tensor | Segments | None, fp8: LayerScales | None,
 ) -> ResidualStream:  # fmt: skip
-    """Norm, projection to q, k and v, attention, output projection, whose bias is left to the pass that follows."""
+    """Norm, projection to q, k and v, attention, output projection, whose bias is left to the pass that follows.
+
+    `mask`: a bias of the scores, or the segments that tokens attend in."""
     due = norm_arguments(norm or stream.norm, carried=norm is None)
     qkv, proj = attention.linear_qkv, attention.linear_proj
+    bias, segments = (None, mask) if isinstance(mask, Segments) else (mask, None)
     options = AttentionOptions(
-        due[2], attention.heads_per_group, attention.head, attention.causal, attention.backend, fp8
+        due[2], attention.heads_per_group, attention.head, attention.causal, attention.backend, fp8, segments
     )
     x, branch = AttentionBlock.apply(  # type: ignore[no-untyped-call]
         *stream[:3], *due[:2], qkv.weight, qkv.bias, proj.weight, *(rotary or (None, None)), bias, options
@@ -141,6 +145,6 @@ def mlp_block(stream: ResidualStream, norm: nn.Module | None, mlp: "MLP", fp8: L
     inner = (mlp.linear_fc1_gate, mlp.linear_fc1_up) if mlp.swiglu else (mlp.linear_fc1, None)
     weights = [None if part is None else part.weight for part in inner]
     biases = [None if part is None else part.bias for part in inner]
-    options = MLPOptions(due[2], mlp.swiglu, mlp.approximate == "tanh", fp8)
+    options = MLPOptions(due[2], mlp.swiglu, mlp.approximate == "tanh", fp8, mlp.epilogue and fp8 is None)
     x, branch = MLPBlock.apply(*stream[:3], *due[:2], *weights, *biases, mlp.linear_fc2.weight, options)  # type: ignore[no-untyped-call]
     return ResidualStream(x, branch, mlp.linear_fc2.bias)

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from holdfast.models import attention_backends
-from holdfast.models.attention_backends import Attended
+from holdfast.models.activation_products import gelu_gradient, linear_gelu
+from holdfast.models.attention_backends import Gradients
+from holdfast.models.attention_kernels import Asked, Attended
 from holdfast.models.products import (
     LayerScales,
+    Saved,
     compute_weight,
     factor,
     flat,
@@ -26,6 +29,7 @@ from holdfast.models.products import (
     stacked,
     weight_gradient,
 )
+from holdfast.models.segments import Segments
 
 if TYPE_CHECKING:
     from holdfast.kernels.fp8 import Quantized, Site
@@ -45,6 +49,7 @@ class AttentionOptions(NamedTuple):
     causal: bool
     backend: str | None
     fp8: LayerScales | None
+    segments: Segments | None = None
 
 
 class MLPOptions(NamedTuple):
@@ -52,6 +57,8 @@ class MLPOptions(NamedTuple):
     swiglu: bool
     tanh: bool
     fp8: LayerScales | None
+    epilogue: bool = False
+    """Whether products compute the activation and its gradient (`activation_products.py`)."""
 
 
 def norm_arguments(module: nn.Module | None, carried: bool) -> tuple[Any, Any, NormOptions | None]:
@@ -150,10 +157,9 @@ class AttentionBlock(torch.autograd.Function):
             from holdfast.kernels.attention import rotate_
 
             rotate_(qkv, options.queries, options.head, (cosine, sine))
-        q, k, v = _heads(qkv, options)
-        causal = options.causal and score_bias is None  # a mask of the model says it itself
-        ctx.backend = options.backend or attention_backends.default(q, score_bias)
-        made = attention_backends.forward(ctx.backend, q, k, v, score_bias, causal)
+        asked = _asked(score_bias, options)
+        ctx.backend = attention_backends.chosen(options.backend, qkv, options.queries, options.head, asked)
+        made = attention_backends.forward(ctx.backend, qkv, options.queries, options.head, asked)
         attended = made.out.transpose(1, 2).reshape(*x.shape[:-1], -1)
         branch_out, second = product(
             factor(attended, _site(options.fp8, 1)), _compute(proj_weight, x.dtype), None, _weight8(options.fp8, 1)
@@ -179,9 +185,10 @@ class AttentionBlock(torch.autograd.Function):
         made = Attended(out, tuple(saved), ctx.lengths)
         dout = dattended.view(*qkv.shape[:2], -1, options.head).transpose(1, 2)
         gradients = attention_backends.backward(
-            ctx.backend, dout, *_heads(qkv, options), score_bias, options.causal and score_bias is None, made
+            ctx.backend, dout, qkv, options.queries, options.head, _asked(score_bias, options), made
         )
-        dqkv, dbias = _gather(gradients, kept["rotary"], _site(options.fp8, 5))
+        biased = ctx.needs_input_grad[6]
+        dqkv, dbias = _gather(gradients, kept["rotary"], _site(options.fp8, 5), biased)
         onto = dcarried if options.norm is None or options.norm.carried else None
         dnormed = input_gradient(dqkv, kept["first"], dbranch.dtype, onto).view_as(dbranch)
         _complete(kept, _site(options.fp8, 0))
@@ -200,10 +207,16 @@ class MLPBlock(torch.autograd.Function):
         site = _site(options.fp8, 2)
         total, out, mean, scale = _normalize(x, branch, bias, norm_weight, norm_shift, options.norm, site)
         narrow, offset = _compute(weight1, x.dtype, up_weight), _compute(bias1, x.dtype, up_bias)
-        inner, first = product(_normed_factor(out, site, options.norm), narrow, offset, _weight8(options.fp8, 2))
-        inner = flat(inner)
-        active = _activate(inner, options)
+        first: Saved = (out, narrow)
+        if options.epilogue:
+            inner, active = linear_gelu(flat(out), narrow, offset)
+        else:
+            inner, first = product(_normed_factor(out, site, options.norm), narrow, offset, _weight8(options.fp8, 2))
+            inner = flat(inner)
+            active = _activate(inner, options)
         branch_out, second = product(active, _compute(weight2, x.dtype), None, _weight8(options.fp8, 3))
+        if options.epilogue:
+            second = (None, second[1])  # backward computes the activation again
         ctx.set_materialize_grads(False)
         ctx.options, ctx.dtypes, ctx.rows = options, (weight1.dtype, weight2.dtype), len(weight1)
         _keep(ctx, norm=(total, norm_weight, norm_shift, mean, scale), inner=(inner,), first=first, second=second)
@@ -215,10 +228,13 @@ class MLPBlock(torch.autograd.Function):
     def backward(ctx: Any, dcarried: Tensor | None, dbranch: Tensor) -> tuple[Tensor | None, ...]:
         options, kept = ctx.options, _kept(ctx)
         dy = factor(flat(dbranch), _site(options.fp8, 6))
-        dactive = input_gradient(dy, kept["second"], dbranch.dtype)
-        dweight2 = weight_gradient(dy, kept["second"], ctx.dtypes[1])
         biased = ctx.needs_input_grad[7]
-        dinner, dbias1 = _activation_gradient(dactive, kept["inner"][0], options, biased)
+        if options.epilogue:
+            dinner, dbias1 = _epilogue_gradient(dy, kept, biased)
+        else:
+            dactive = input_gradient(dy, kept["second"], dbranch.dtype)
+            dinner, dbias1 = _activation_gradient(dactive, kept["inner"][0], options, biased)
+        dweight2 = weight_gradient(dy, kept["second"], ctx.dtypes[1])
         onto = dcarried if options.norm is None or options.norm.carried else None
         dnormed = input_gradient(dinner, kept["first"], dbranch.dtype, onto).view_as(dbranch)
         _complete(kept, _site(options.fp8, 2))
@@ -239,23 +255,26 @@ def _compute(parameter: Tensor | None, dtype: torch.dtype, below: Tensor | None 
     return upper if below is None else stacked(upper, compute_weight(below, dtype))
 
 
-def _heads(qkv_BTC: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Views (B, heads, T, D) of queries, keys and values."""
-    slots = qkv_BTC.unflatten(2, (-1, options.queries + 2, options.head))
-    query = slots[:, :, :, : options.queries].flatten(2, 3).transpose(1, 2)
-    return query, slots[:, :, :, options.queries].transpose(1, 2), slots[:, :, :, options.queries + 1].transpose(1, 2)
+def _asked(score_bias: Tensor | None, options: AttentionOptions) -> Asked:
+    causal = options.causal and score_bias is None  # a mask of the model says it itself
+    return Asked(score_bias, causal, options.segments)
 
 
 def _gather(
-    gradients: tuple[Tensor, Tensor, Tensor], rotary: list[Tensor | None], site: "Site | None"
-) -> tuple[Any, Tensor]:
-    """The gradient of the q/k/v buffer as a factor of products, and its column sums."""
+    gradients: Gradients, rotary: list[Tensor | None], site: "Site | None", biased: bool
+) -> tuple[Any, Tensor | None]:
+    """The gradient of the q/k/v buffer as a factor of products, and its column sums where they are free or needed."""
+    from holdfast.kernels.activation import column_sums
     from holdfast.kernels.attention import gather_gradients, gather_gradients_fp8
 
     turns = None if rotary[0] is None or rotary[1] is None else (rotary[0], rotary[1])
     if site is not None and site.delayed:
-        return gather_gradients_fp8(*gradients, turns, site)
-    dqkv, sums = gather_gradients(*gradients, turns, None if site is None else site.amax)
+        return gather_gradients_fp8(*gradients.heads, turns, site)
+    if gradients.buffer is not None and turns is None and site is None:
+        sums = gradients.sums if gradients.sums is not None or not biased else column_sums(gradients.buffer)
+        return flat(gradients.buffer), sums
+    amax = None if site is None else site.amax
+    dqkv, sums = gather_gradients(*gradients.heads, turns, amax, gradients.buffer)
     return factor(dqkv, site, noted=True), sums
 
 
@@ -289,6 +308,14 @@ def _activation_gradient(dout: Tensor, inner: Tensor, options: MLPOptions, biase
     else:
         dinner, sums = gelu_backward(dout, inner, options.tanh, amax)
     return factor(dinner, site, noted=amax is not None), sums
+
+
+def _epilogue_gradient(dy: Any, kept: dict[str, list[Any]], biased: bool) -> tuple[Tensor, Tensor | None]:
+    """The same from the second product's output gradient. Adds the activation to what that product kept."""
+    from holdfast.kernels.activation import column_sums
+
+    dinner, kept["second"][0] = gelu_gradient(dy, kept["second"][1], kept["inner"][0])
+    return dinner, column_sums(dinner) if biased else None
 
 
 class Norm(torch.autograd.Function):

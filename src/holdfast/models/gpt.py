@@ -80,12 +80,15 @@ class GPT(nn.Module):
         x: Tensor,
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
+        document_ends: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
         masks: Mapping[tuple[int, ...], Tensor] | None = None,
     ) -> Tensor:
         """Hidden states after the layers that are here. `x` is tokens on the first stage, hidden states on the others.
 
-        `masks`: window of a layer → what its tokens attend to, instead of the tokens before them in their documents.
+        `documents_BT`: the number of each token's document. `document_ends`: the same as the ends of `Segments`, which need no
+        look at the values. `masks`: window of a layer → what its tokens attend to, instead of the tokens before them in their
+        documents.
         """
         tokens = x.shape[1] * (1 if self.is_first else self.sequence_shards)
         if positions_BT is None:
@@ -99,7 +102,7 @@ class GPT(nn.Module):
         if self.config.position_embedding_type == "rope":
             cosine, sine = rotary_table(self.config, positions_BT, Shape.of(self.config).head)
             rotary = (cosine[:, None].to(self.dtype), sine[:, None].to(self.dtype))
-        attended = masks if masks is not None else self._segments(tokens, x, documents_BT)
+        attended = masks if masks is not None else self._segments(tokens, x, documents_BT, document_ends)
         if self.fp8_scales is not None:
             self.fp8_scales.begin_pass(torch.is_grad_enabled(), self.dtype)
         stream: Tensor | ResidualStream = x
@@ -112,15 +115,18 @@ class GPT(nn.Module):
         """The different windows of the layers that are here."""
         return {self.config.layer_window(int(number)) for number in self.decoder.layers}
 
-    def _segments(self, tokens: int, x: Tensor, documents_BT: Tensor | None) -> dict[tuple[int, ...], Segments | None]:
+    def _segments(
+        self, tokens: int, x: Tensor, documents_BT: Tensor | None, ends: Tensor | None
+    ) -> dict[tuple[int, ...], Segments | None]:
         """Window → the documents that tokens attend in; None where plain causal attention is the same."""
         found: dict[tuple[int, ...], Segments | None] = dict.fromkeys(self.windows())
-        plain = documents_BT is None and not self.config.attn_logit_softcapping
+        plain = documents_BT is None and ends is None and not self.config.attn_logit_softcapping
         cut = [window for window in found if not plain or (window and tokens > window[0] + 1)]
-        if cut:
+        if cut and ends is not None:
+            rows = Segments(ends, tokens)
+        elif cut:
             rows = Segments.rows(len(x), tokens, (), x.device) if documents_BT is None else Segments.of(documents_BT)
-            found |= {window: replace(rows, window=window) for window in cut}
-        return found
+        return found | {window: replace(rows, window=window) for window in cut}
 
     def forward(
         self,
@@ -129,10 +135,11 @@ class GPT(nn.Module):
         loss_mask_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
+        document_ends: Tensor | None = None,
     ) -> Tensor:
         """[cross entropy], or [cross entropy, z-loss] with a z-loss, summed over the tokens that the mask counts (last stage), or
         hidden states for the next stage."""
-        x = self.hidden(x, positions_BT, documents_BT)
+        x = self.hidden(x, positions_BT, documents_BT, document_ends)
         if not self.is_last or labels_BT is None:
             return x
         weights = torch.ones_like(labels_BT, dtype=torch.float32) if loss_mask_BT is None else loss_mask_BT

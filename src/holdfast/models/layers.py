@@ -148,6 +148,8 @@ class MLP(nn.Module):
         else:
             self.linear_fc1 = Linear(config.hidden_size, ffn, bias=bias)
         self.linear_fc2 = Linear(ffn, config.hidden_size, bias=bias)
+        self.epilogue = False
+        """Set from outside where the products of a fused layer compute the activation."""
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         inner = self.linear_fc1_gate(x_BTH) if self.gated else self.linear_fc1(x_BTH)
@@ -174,7 +176,7 @@ class TransformerLayer(nn.Module):
         self.can_fuse = not (needs_plain_layers(config) or config.rotary_percent < 1)
         """Whether the fused functions know all options of this layer."""
         self.fused = False
-        """Set from outside where `models/fused.py` computes this layer, without a cache and without segments."""
+        """Set from outside where `models/fused.py` computes this layer, without a cache."""
         self.fp8: Callable[[], Any] | None = None
         """Set from outside where the products of a fused layer run in fp8: gives their scales."""
 
@@ -186,7 +188,7 @@ class TransformerLayer(nn.Module):
         cache: KeyValueCache | None = None,
         keys: Keys | None = None,
     ) -> Tensor | ResidualStream:
-        if self.fused and cache is None and not isinstance(mask, Segments):
+        if self.fused and cache is None:
             return fused_layer(self, x_BTH, rotary, mask)
         assert isinstance(x_BTH, Tensor)
         return self.plain(x_BTH, rotary, mask, cache, keys)

@@ -56,6 +56,13 @@ class LayerScales(NamedTuple):
     weights: "Sequence[Quantized | None]"
 
 
+def _kinds_and_margins() -> list[tuple[torch.dtype, float]]:
+    """The fp8 type of each site of a layer, and the room above its largest value."""
+    from holdfast.kernels.fp8 import E4M3, E5M2
+
+    return [(E4M3, MARGINS["activation"])] * ACTIVATIONS + [(E5M2, MARGINS["gradient"])] * GRADIENTS
+
+
 class ScaleTable:
     """The fp8 scales of all layers, and their weights in fp8.
 
@@ -67,11 +74,13 @@ class ScaleTable:
     """
 
     def __init__(self, weights: Sequence[Sequence[tuple[Tensor, ...]]], device: torch.device, delays: bool) -> None:
+        from holdfast.kernels.fp8 import LARGEST
+
         # scale, factor, largest value of the pass and of recent passes: 16 bytes, to which products ask scales to be aligned
         self._rows = torch.zeros(len(weights), ACTIVATIONS + GRADIENTS, 4, device=device)
         self._evaluation_rows = torch.zeros_like(self._rows)
-        margins = [MARGINS["activation"] / 448.0] * ACTIVATIONS + [MARGINS["gradient"] / 57344.0] * GRADIENTS
-        self._units = torch.tensor(margins, device=device)
+        units = [margin / LARGEST[kind] for kind, margin in _kinds_and_margins()]
+        self._units = torch.tensor(units, device=device)
         self._parameters, self._delays, self._passes, self._training = weights, delays, 0, True
         self._weights: QuantizedWeights | None = None
 
@@ -113,12 +122,14 @@ class ScaleTable:
         self._weights.update()
 
     def of(self, layer: int) -> LayerScales:
-        from holdfast.kernels.fp8 import E4M3, E5M2, Site
+        from holdfast.kernels.fp8 import Site
 
         delayed = self._delays and self._training and self._passes > 1
         rows = (self._rows if self._training else self._evaluation_rows)[layer]
-        kinds = [E4M3] * ACTIVATIONS + [E5M2] * GRADIENTS
-        sites = [Site(kind, row[0], row[1], row[2], delayed) for kind, row in zip(kinds, rows, strict=True)]
+        sites = [
+            Site(kind, row[0], row[1], row[2], delayed)
+            for (kind, _), row in zip(_kinds_and_margins(), rows, strict=True)
+        ]
         count = len(self._parameters[layer])
         weights: Sequence[Quantized | None] = [None] * count
         if self._weights is not None:

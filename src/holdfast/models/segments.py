@@ -73,6 +73,12 @@ class Scores:
         return F.dropout(scores.softmax(-1, dtype=wide).to(value.dtype), dropout) @ value
 
 
+def padded_ends(starts: Tensor, tokens: int, most: int) -> Tensor:
+    """The starts of segments and the end of the last one, with empty segments after it so that there is room for `most`."""
+    room = (most // SEGMENT_MULTIPLE + 1) * SEGMENT_MULTIPLE
+    return F.pad(starts, (0, room - len(starts)), value=tokens)
+
+
 @dataclass(frozen=True)
 class Segments:
     """Segment i is the tokens [ends[i], ends[i + 1]) of the batch's N tokens in one row."""
@@ -87,8 +93,8 @@ class Segments:
         starts = torch.ones_like(documents_BT, dtype=torch.bool)
         starts[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
         ends = starts.flatten().nonzero().flatten().to(torch.int32)
-        padding = SEGMENT_MULTIPLE - len(ends) % SEGMENT_MULTIPLE
-        return Segments(F.pad(ends, (0, padding), value=documents_BT.numel()), documents_BT.shape[1], window)
+        padded = padded_ends(ends, documents_BT.numel(), len(ends))
+        return Segments(padded, documents_BT.shape[1], window)
 
     @staticmethod
     def rows(batch: int, tokens: int, window: tuple[int, ...], device: torch.device) -> "Segments":

@@ -56,13 +56,3 @@ class CapturedPass:
             self._graph.replay()
             results.append(self._result.clone())
         return torch.stack(results).sum(0)
-
-
-def milliseconds(action: Callable[[], object]) -> float:
-    """Time of an action on the device, with the waits between its kernels."""
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    action()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last))

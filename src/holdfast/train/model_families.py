@@ -25,13 +25,14 @@ from holdfast.data.samples.packed import padding_share
 from holdfast.models.bert import BERT
 from holdfast.models.gpt import GPT
 from holdfast.models.initial import initial_value
+from holdfast.models.segments import Segments, padded_ends
 from holdfast.parallel.layout import padded_vocab_size, stage_layers
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.parallelize import initialize, parallelize
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
 from holdfast.train.checks.preflight import tokenizer_of
-from holdfast.train.kernel_choice import choose_attention
+from holdfast.train.kernel_choice import choose_kernels
 from holdfast.train.schedule import batches_of
 from holdfast.train.step import PassInputs
 
@@ -120,10 +121,11 @@ def build_stages(config: Config, grid: Grid, vocab_size: int) -> list[nn.Module]
             dtype=dtype,
         )
         stages.append(stage)
-    choose_attention(config, stages, grid, dtype)
+    choose_kernels(config, stages, grid, dtype)
     fused = any(getattr(module, "fused", False) for stage in stages for module in stage.modules())
-    if config.train.attention_backend != "auto" and not fused and grid.rank == 0:
-        log("warning: --attention-backend has no effect here: it chooses the kernel of layers that run on Triton")
+    for flag, wanted in (("attention", config.train.attention_backend), ("mlp", config.train.mlp_backend)):
+        if wanted != "auto" and not fused and grid.rank == 0:
+            log(f"warning: --{flag}-backend has no effect here: it chooses a kernel of layers that run on Triton")
     if config.train.fp8 and not any(getattr(module, "fp8", False) for stage in stages for module in stage.modules()):
         log(
             "warning: --fp8 has no effect here: it needs --bf16, a GPU with fp8, and a run without dropout, recomputation, "
@@ -163,15 +165,33 @@ def gpt_source(config: Config, sizes: SplitSizes) -> BatchSource:
         data.reset_attention_mask and not packed,
         data.eod_mask_loss,
     )
-    inputs = functools.partial(gpt_inputs, packed or data.eod_mask_loss)
+    ends = None if config.parallel.pipeline_model_parallel_size > 1 else DocumentEnds()
+    inputs = functools.partial(gpt_inputs, packed or data.eod_mask_loss, ends)
     return BatchSource(splits, functools.partial(PackedBatches if packed else GPTBatches, rules=rules), inputs)
 
 
-def gpt_inputs(masked: bool, micro: MicroBatch, device: torch.device) -> PassInputs:
-    """A GPT micro batch as arguments of the stages."""
+class DocumentEnds:
+    """Where the documents of a micro batch end, with room for as many as any micro batch before had: then the shape rarely
+    changes, which a CUDA graph needs."""
+
+    def __init__(self) -> None:
+        self._most = 0
+
+    def of(self, documents_BT: Tensor) -> Tensor:
+        ends = Segments.of(documents_BT).ends
+        self._most = max(self._most, len(ends) - 1)
+        return padded_ends(ends, documents_BT.numel(), self._most)
+
+
+def gpt_inputs(masked: bool, ends: DocumentEnds | None, micro: MicroBatch, device: torch.device) -> PassInputs:
+    """A GPT micro batch as arguments of the stages. Without `ends` documents stay numbers of tokens, which a pipeline schedule
+    can split."""
     target_counts = micro.loss_mask.sum()[None] if masked else None
-    here = micro.to(device)
     stage_inputs = {}
+    if ends is not None and micro.document_ids is not None:
+        stage_inputs["document_ends"] = ends.of(micro.document_ids).to(device, non_blocking=True)
+        micro = replace(micro, document_ids=None)
+    here = micro.to(device)
     if here.position_ids is not None:
         stage_inputs["positions_BT"] = here.position_ids
     if here.document_ids is not None:

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from holdfast.kernels.timing import milliseconds
 from holdfast.parallel.data import GradientSum
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding, build_schedule
 from holdfast.parallel.tensor import reduce_partial_gradients, transformer_layers
 from holdfast.parallel.zero import GradientScatter
 from holdfast.system.progress import log
-from holdfast.train.captured_pass import EAGER_STEPS, CapturedPass, milliseconds
+from holdfast.train.captured_pass import EAGER_STEPS, CapturedPass
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,6 @@ class ForwardBackward:
     def _replayed(self, batch: Sequence[PassInputs]) -> bool:
         """Runs the batch through a CUDA graph, recorded after a few eager steps; False if it must run eagerly."""
         inputs = [{"x": one.x, "weights": self._weights, **one.keywords(last_stage=True)} for one in batch]
-        if "documents_BT" in inputs[0]:
-            self._captures, self._captured = False, None  # the host reads where documents end
-            return False
         if self._captured is not None and not self._captured.takes(inputs):
             self._captured = None  # a graph of the earlier shape would hold a second set of activations
         self._eager_steps += 1
