@@ -126,7 +126,7 @@ class TrainConfig:
     """Record forward and backward as a CUDA graph, on one GPU. Unset: unless a pass is slower with it."""
     fp8: bool = False
     """With bf16: matrix products in fp8, except in the first and the last layer. Needs a GPU with fp8 (Ada, Hopper or newer)."""
-    fp8_recipe: Literal["tensorwise", "delayed"] = "tensorwise"
+    fp8_recipe: Literal["tensorwise", "delayed"] = "delayed"
     """Scales of activations and gradients: tensorwise from themselves; delayed from recent passes: faster, less accurate."""
     deterministic: bool = False
     """Use deterministic kernels only: a resumed run is bit-identical on CUDA too. On CPU it always is."""

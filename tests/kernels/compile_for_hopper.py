@@ -14,7 +14,8 @@ from triton.runtime.jit import JITFunction
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = {
-    torch.float32: "fp32", BF16: "bf16", torch.int64: "i64", torch.int32: "i32", E4M3: "fp8e4nv", E5M2: "fp8e5",
+    torch.float32: "fp32", torch.float64: "fp64", BF16: "bf16", torch.int64: "i64", torch.int32: "i32",
+    E4M3: "fp8e4nv", E5M2: "fp8e5",
 }  # fmt: skip
 
 
@@ -45,7 +46,17 @@ def compile_instead(kernel: Any, *values: Any, grid: Any, warmup: bool, num_warp
 
 
 def main() -> None:
-    from holdfast.kernels import activation, activation_fp8, adamw, attention, cross_entropy, fp8, fp8_weights, norm
+    from holdfast.kernels import (
+        activation,
+        activation_fp8,
+        adamw,
+        attention,
+        column_sums,
+        cross_entropy,
+        fp8,
+        fp8_weights,
+        norm,
+    )
     from holdfast.kernels import short_attention as short
 
     JITFunction.run = compile_instead
@@ -73,7 +84,7 @@ def main() -> None:
     activation.swiglu_backward(x, wide, amax)
     activation_fp8.swiglu_forward_fp8(wide, site(E4M3))
     activation_fp8.swiglu_backward_fp8(x, wide, site(E5M2))
-    activation.column_sums(x)
+    column_sums.column_sums(x)
     q, k, angles = random(2, 8, 64, 64), random(2, 2, 64, 64), random(1, 1, 64, 64)
     for rotary in (None, (angles, angles)):
         attention.gather_gradients(q, k, k, rotary, amax)
@@ -88,10 +99,10 @@ def main() -> None:
     fp8.quantize_at(x, site(E5M2), noted=False)
     fp8_weights.QuantizedWeights([x, wide], E4M3).update()
     table, counts = torch.zeros(1, 6, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
-    one = torch.ones(())
-    adamw.adamw_step(
-        table, one, counts, divisor=one, skip=one, corrections=one, lr=1.0, betas=(0.9, 0.9), eps=1e-8, copy_dtype=BF16
-    )
+    one, numbers = torch.ones(()), torch.zeros(4)
+    for number in (one, one.double()):
+        adamw.begin_step(number, torch.zeros(1), numbers, 1.0, 1.0, (0.9, 0.95))
+    adamw.adamw_step(table, one, counts, numbers, 1.0, (0.9, 0.95), 1e-8, BF16)
 
 
 if __name__ == "__main__":

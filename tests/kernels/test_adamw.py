@@ -21,7 +21,12 @@ def groups(of: list[Parameter]) -> list[dict]:
 
 
 def step(optimizer: torch.optim.Optimizer, device: torch.device, skipped: bool) -> None:
-    optimizer.grad_scale = torch.tensor(2.0, device=device)
+    """With gradients divided by 2 to unscale and by 3 to clip, or not at all."""
+    if isinstance(optimizer, FusedAdamW):
+        norm = torch.tensor(torch.inf if skipped else 1.5, dtype=torch.float64, device=device)
+        optimizer.clipped_step(norm, 0.5, 2.0)
+        return
+    optimizer.grad_scale = torch.tensor(6.0, device=device)
     optimizer.found_inf = torch.tensor(float(skipped), device=device)
     optimizer.step()
 
@@ -48,6 +53,40 @@ def compare_with_torch(ours: list[Parameter], dtype: torch.dtype) -> None:
 
 def test_parameters_change_as_by_torch(device):
     compare_with_torch(parameters(device), torch.float16)
+
+
+def test_a_state_that_was_loaded_and_gradients_that_moved_are_used(device):
+    ours = parameters(device)
+    theirs = [Parameter(parameter.detach().clone()) for parameter in ours]
+    fused, plain = FusedAdamW(groups(ours), **SETTINGS), torch.optim.AdamW(groups(theirs), **SETTINGS)
+
+    def both(new_gradients: bool) -> None:
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a) if new_gradients or a.grad is None else a.grad.normal_()
+            b.grad = a.grad.clone()
+        for optimizer in (fused, plain):
+            step(optimizer, device, skipped=False)
+
+    both(True)
+    both(False)
+    for a, b in zip((fused, plain), (fused.state_dict(), plain.state_dict()), strict=True):
+        for state in b["state"].values():
+            state["exp_avg"] = state["exp_avg"] * 3
+            state["step"] = state["step"] + 5
+        a.load_state_dict(b)
+    both(False)  # the same gradient tensors, another state
+    both(True)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert fused.state[a]["step"] == plain.state[b]["step"] == 9
+
+
+def test_a_step_without_a_norm_neither_clips_nor_skips(device):
+    ours, theirs = Parameter(torch.ones(3, device=device)), Parameter(torch.ones(3, device=device))
+    ours.grad, theirs.grad = torch.full_like(ours, 2.0), torch.full_like(theirs, 2.0)
+    FusedAdamW([ours], **SETTINGS).step()
+    torch.optim.AdamW([theirs], **SETTINGS).step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("part", ["transposed", "not aligned"])

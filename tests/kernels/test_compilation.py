@@ -13,7 +13,7 @@ from holdfast import kernels
 # The kernels of training.
 MODULES = [
     Path(kernels.__file__).with_name(f"{name}.py")
-    for name in "activation activation_fp8 adamw attention cross_entropy fp8 fp8_weights norm short_attention".split()
+    for name in "activation activation_fp8 adamw attention column_sums cross_entropy fp8 fp8_weights norm short_attention".split()
 ]
 
 

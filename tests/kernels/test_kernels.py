@@ -98,10 +98,12 @@ def test_swiglu_and_its_gradients(device):
 
 
 def test_column_sums(device):
-    from holdfast.kernels.activation import column_sums
+    from holdfast.kernels.column_sums import column_sums, sum_partial
 
     x = random(device, 77, 600)
     near(column_sums(x), x.float().sum(0))
+    partial = torch.randn(150, 3, 70, device=device)
+    near(sum_partial(partial), partial.sum(0))
 
 
 @pytest.mark.parametrize(("groups", "queries"), [(4, 1), (2, 3)])

@@ -1,6 +1,7 @@
 """Snapshots that make a device wait become rarer: after the same step on all ranks, and reported."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -67,3 +68,30 @@ def test_ranks_lengthen_the_interval_together(tmp_path, memory):
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     reported = [event["outcome"] for event in events if event["event"] == "snapshot"]
     assert reported == [f"every {steps} steps from here on" for steps in range(2, interval + 1)]
+
+
+def _crash(folder, memory, restarts, late_steps):
+    """Rank 1 has late copies; all ranks end as a crash does. The interval that they have then."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    dist.init_process_group("gloo")
+    snapshots = Snapshots("late", torch.nn.Linear(8, 8), folder=folder, memory=memory, max_slowdown=0.02)
+    first = snapshots.restore() + 1
+    for step in range(first, first + max(late_steps, 4)):
+        snapshots.commit()
+        dist.barrier()
+        if dist.get_rank() == 1 and late_steps:
+            snapshots.interval.record(LATE)
+        snapshots.take(step)
+    snapshots.finish_copy()
+    return snapshots.interval.steps
+
+
+@pytest.mark.distributed
+def test_ranks_that_replace_failed_ones_keep_the_interval(tmp_path, memory):
+    lengthened = spawn_ranks(2, _crash, tmp_path, memory, 0, 40)
+    assert lengthened[0] == lengthened[1] > 2
+    assert spawn_ranks(2, _crash, tmp_path, memory, 1, 0) == lengthened
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    kept = [event for event in events if event["event"] == "snapshot"][-1]
+    assert kept["outcome"] == f"every {lengthened[0]} steps from here on" and kept["reason"] == "as before the failure"
+    assert spawn_ranks(2, _crash, tmp_path, memory, 0, 0) == [1, 1]  # a start by hand begins with what it is given

@@ -17,7 +17,7 @@ from holdfast.bench.plain_gpt import PlainGPT, PlainShape
 from holdfast.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, read_config
 from holdfast.conversion.huggingface.config import describe_for_huggingface
 from holdfast.conversion.model import Architecture
-from holdfast.data.loader import BertMicroBatch, MicroBatch
+from holdfast.data.loader import BertMicroBatch, MicroBatch, predictions
 from holdfast.models.layers import Shape
 from holdfast.parallel.layout import padded_vocab_size
 from holdfast.parallel.mesh import Grid
@@ -71,7 +71,10 @@ def random_batch(config: Config, device: torch.device, seed: int) -> Batch:
         labels = torch.where(mask > 0, words, -1)
         types = (torch.arange(length) >= length // 2).long().expand(size, -1).contiguous()
         pairs = torch.randint(0, 2, (size,), generator=generator)
-        found = BertMicroBatch(words, types, labels, mask, torch.ones(size, length, dtype=torch.bool), pairs)
+        predicted = predictions(labels.numpy(), mask.numpy(), max_predictions(config))
+        chosen = {name: torch.from_numpy(array) for name, array in predicted.items()}
+        padding = torch.ones(size, length, dtype=torch.bool)
+        found = BertMicroBatch(words, types, labels, mask, padding, pairs, **chosen)
     if device.type == "cuda":
         pinned = {name: tensor.pin_memory() for name, tensor in vars(found).items() if tensor is not None}
         found = replace(found, **pinned)
@@ -92,7 +95,7 @@ class HoldfastContender:
         self._device, self._clip = grid.device, config.optimizer.clip_grad
         self._inputs: Callable[..., PassInputs] = functools.partial(gpt_inputs, False, None)
         if model.model_type == "bert":
-            self._inputs = functools.partial(bert_inputs, max_predictions(config), not model.bert_no_binary_head)
+            self._inputs = functools.partial(bert_inputs, not model.bert_no_binary_head)
         self.stages = stages = build_stages(config, grid, model.vocab_size)
         initialize_stages(config, stages, model.vocab_size)
         updated = updated_parameters(stages, grid)

@@ -62,6 +62,12 @@ class BertMicroBatch:
     """[B, T] bool, True where there is a token."""
     is_random: Tensor
     """[B] int64, 1 where the second segment does not follow the first."""
+    places: Tensor
+    """[B, P] int64: where the tokens to predict are. P is the same in all batches; samples with fewer have other places too."""
+    place_labels: Tensor
+    """[B, P] int64, the labels there, 0 where there is none."""
+    place_weights: Tensor
+    """[B, P] float32, the loss mask there."""
 
     def to(self, device: torch.device | str) -> "BertMicroBatch":
         return _move_to(self, device)
@@ -224,20 +230,40 @@ class PackedBatches(GPTBatches):
 
 
 class BertBatches(RankBatches[BertMicroBatch]):
-    """Batches of BERT samples."""
+    """Batches of BERT samples, of which each predicts at most `most` tokens."""
+
+    def __init__(self, samples: Samples, micro_batch_size: int, *, most: int, **shared: Any) -> None:
+        """`shared`: the keywords of RankBatches."""
+        super().__init__(samples, micro_batch_size, **shared)
+        self._most = most
 
     def assemble(self, samples: Sequence[Mapping[str, Any]]) -> BertMicroBatch:
-        def stack(key: str, dtype: npt.DTypeLike = np.int64) -> Tensor:
-            return self._tensor(np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples]))
+        def stack(key: str, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+            return np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples])
 
-        return BertMicroBatch(
-            tokens=stack("text"),
-            tokentype_ids=stack("types"),
-            labels=stack("labels"),
-            loss_mask=stack("loss_mask", np.float32),
-            padding_mask=stack("padding_mask", np.bool_),
-            is_random=stack("is_random"),
-        )
+        labels, loss_mask = stack("labels"), stack("loss_mask", np.float32)
+        arrays = {
+            "tokens": stack("text"),
+            "tokentype_ids": stack("types"),
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "padding_mask": stack("padding_mask", np.bool_),
+            "is_random": stack("is_random"),
+            **predictions(labels, loss_mask, self._most),
+        }
+        return BertMicroBatch(**{name: self._tensor(array) for name, array in arrays.items()})
+
+
+def predictions(
+    labels: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.float32], most: int
+) -> dict[str, npt.NDArray[Any]]:
+    """What the language model head works on: the tokens to predict in order, then others, `most` of each sample."""
+    places = np.argsort(-loss_mask, axis=1, kind="stable")[:, :most]
+    return {
+        "places": places,
+        "place_labels": np.maximum(np.take_along_axis(labels, places, 1), 0),
+        "place_weights": np.take_along_axis(loss_mask, places, 1),
+    }
 
 
 def documents_of_tokens(ends: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:

@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.grid import column_programs, flat_rows, power_of_two, raise_to
-
-TILE_ROWS, TILE_COLUMNS, WARPS = 8, 512, 4
+from holdfast.kernels.column_sums import TILE_COLUMNS, TILE_ROWS, WARPS, sum_partial, tiles
+from holdfast.kernels.grid import flat_rows, power_of_two, raise_to
 
 
 @triton.jit
@@ -87,18 +86,6 @@ def _swiglu_backward(dout, x, dx, amax, columns, NOTES: tl.constexpr, BLOCK: tl.
         raise_to(amax, tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 0))
 
 
-@triton.jit
-def _column_sums(x, sums, rows, columns, R: tl.constexpr, C: tl.constexpr):
-    column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
-    total = tl.zeros((R, C), tl.float32)
-    for start in range(tl.program_id(1) * R, rows, tl.num_programs(1) * R):
-        row = start + tl.arange(0, R)[:, None]
-        inside = (row < rows) & (column < columns)
-        total += tl.load(x + row.to(tl.int64) * columns + column, mask=inside, other=0.0).to(tl.float32)
-    column = tl.program_id(0) * C + tl.arange(0, C)
-    tl.store(sums + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
-
-
 BLOCK = 4096
 
 
@@ -113,11 +100,11 @@ def gelu_backward(dout: Tensor, x: Tensor, tanh: bool, amax: Tensor | None = Non
     """The gradient of GELU's input, and its column sums; `amax` is raised to its largest absolute value."""
     dout, flat = flat_rows(dout), flat_rows(x)
     dx, (rows, columns) = torch.empty_like(flat), flat.shape
-    grid, sums = _tiles(rows, columns, x.device)
+    grid, sums = tiles(rows, columns, x.device)
     _gelu_backward[grid](
         dout, flat, dx, sums, amax, rows, columns, amax is not None, tanh, TILE_ROWS, TILE_COLUMNS, num_warps=WARPS
     )
-    return dx.view_as(x), sums.sum(0)
+    return dx.view_as(x), sum_partial(sums)
 
 
 def swiglu_forward(x: Tensor, amax: Tensor | None = None) -> Tensor:
@@ -137,19 +124,3 @@ def swiglu_backward(dout: Tensor, x: Tensor, amax: Tensor | None = None) -> Tens
     grid = (rows, triton.cdiv(columns, block))
     _swiglu_backward[grid](dout, x, dx, amax, columns, amax is not None, block, num_warps=4)
     return dx
-
-
-def column_sums(x: Tensor) -> Tensor:
-    """fp32 sums over the tokens."""
-    x = flat_rows(x)
-    rows, columns = x.shape
-    grid, sums = _tiles(rows, columns, x.device)
-    _column_sums[grid](x, sums, rows, columns, TILE_ROWS, TILE_COLUMNS, num_warps=WARPS)
-    return sums.sum(0)
-
-
-def _tiles(rows: int, columns: int, device: torch.device) -> tuple[tuple[int, int], Tensor]:
-    """The grid of a kernel that sums columns, and the room for each program's sums."""
-    blocks = triton.cdiv(columns, TILE_COLUMNS)
-    programs = column_programs(triton.cdiv(rows, TILE_ROWS), blocks, 8, device)
-    return (blocks, programs), torch.empty(programs, columns, dtype=torch.float32, device=device)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.kernels.activation import _gelu
+from holdfast.kernels.column_sums import sum_partial
 from holdfast.kernels.fp8 import LARGEST, Quantized, Site, empty_pair, store_narrow
 from holdfast.kernels.grid import raise_to
 
@@ -104,7 +105,7 @@ def gelu_backward_fp8(dout: Tensor, x: Tensor, tanh: bool, site: Site) -> tuple[
         dout, x, site.factor, site.amax, values, transposed, sums, rows, columns,
         tanh, LARGEST[site.kind], TILE_ROWS, TILE_COLUMNS, num_warps=WARPS,
     )  # fmt: skip
-    return Quantized(values, transposed, site.scale), sums.sum(0)
+    return Quantized(values, transposed, site.scale), sum_partial(sums)
 
 
 def swiglu_forward_fp8(x: Tensor, site: Site) -> Quantized:

@@ -1,8 +1,12 @@
-"""AdamW over all parameters in one launch: unscale and clip, decay, moments, the fp32 weight, and its copy in the compute type.
+"""AdamW over all parameters in two launches. The first one decides the numbers of the step: whether it is skipped, the divisor
+that unscales and clips, the bias corrections. The second one updates: decay, moments, the fp32 weight, and its copy in the
+compute type.
 
-The kernel finds its tensors through a table of addresses, so parameters, gradients and moments stay separate tensors.
+The kernel finds its tensors through a table of addresses, so parameters, gradients and moments stay separate tensors. The host
+waits for nothing and does little: the device has no other work while the step is prepared.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +27,7 @@ def _addresses(row, word, at, TYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _update(
-    row, start, size, decay, divisor, corrections, lr, beta1, beta2, eps,
+    row, start, size, decay, numbers, lr, beta1, beta2, eps,
     COPY: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = start + tl.arange(0, BLOCK)
@@ -37,11 +41,11 @@ def _update(
         v = tl.load(second, mask=inside, other=0.0)
     else:
         g, p, m, v = tl.load(gradient), tl.load(parameter), tl.load(first), tl.load(second)
-    g /= tl.load(divisor)
+    g /= tl.load(numbers + 1)
     p *= 1.0 - lr * decay
     m += (1.0 - beta1) * (g - m)
     v = v * beta2 + (1.0 - beta2) * g * g
-    p -= lr / tl.load(corrections) * m / (tl.sqrt(v) / tl.sqrt(tl.load(corrections + 1)) + eps)
+    p -= lr / tl.load(numbers + 2) * m / (tl.sqrt(v) / tl.sqrt(tl.load(numbers + 3)) + eps)
     copy = tl.load(row + 4)
     if MASKED:
         tl.store(parameter, p, mask=inside)
@@ -59,23 +63,36 @@ def _update(
 
 @triton.jit
 def _adamw_step(
-    table, decays, blocks, divisor, skip, corrections, lr, beta1, beta2, eps, COPY: tl.constexpr, BLOCK: tl.constexpr
+    table, decays, blocks, numbers, lr, beta1, beta2, eps, COPY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    if tl.load(skip) != 0:
+    if tl.load(numbers) != 0:
         return
     tensor = tl.load(blocks + 2 * tl.program_id(0))
     start = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK
     row = table + tensor * 6
-    size = tl.load(row + 5)
+    size, decay = tl.load(row + 5), tl.load(decays + tensor)
     # without a mask a full block loads 16 bytes at a time
     if start + BLOCK <= size:
-        _update(
-            row, start, size, tl.load(decays + tensor), divisor, corrections, lr, beta1, beta2, eps, COPY, False, BLOCK
-        )
+        _update(row, start, size, decay, numbers, lr, beta1, beta2, eps, COPY, False, BLOCK)
     else:
-        _update(
-            row, start, size, tl.load(decays + tensor), divisor, corrections, lr, beta1, beta2, eps, COPY, True, BLOCK
-        )
+        _update(row, start, size, decay, numbers, lr, beta1, beta2, eps, COPY, True, BLOCK)
+
+
+@triton.jit
+def _begin_step(norm, steps, count, numbers, clip, scale, log_beta1, log_beta2, BLOCK: tl.constexpr):
+    value = tl.load(norm).to(tl.float64)
+    finite = (value == value) & (tl.abs(value) < float("inf"))
+    added = tl.where(finite, 1.0, 0.0)
+    factor = tl.where(clip > 0, tl.maximum((value + 1e-6) / clip, 1.0), 1.0) * scale
+    taken = (tl.load(steps) + added).to(tl.float64)
+    tl.store(numbers, 1.0 - added)
+    tl.store(numbers + 1, factor.to(tl.float32))
+    tl.store(numbers + 2, (1.0 - tl.exp(taken * log_beta1)).to(tl.float32))
+    tl.store(numbers + 3, (1.0 - tl.exp(taken * log_beta2)).to(tl.float32))
+    tl.debug_barrier()  # every thread has read the first count
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(steps + at, tl.load(steps + at, mask=at < count) + added, mask=at < count)
 
 
 def block_map(sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -93,21 +110,19 @@ def address_table(
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def adamw_step(
-    table: Tensor,
-    decays: Tensor,
-    blocks: Tensor,
-    *,
-    divisor: Tensor,
-    skip: Tensor,
-    corrections: Tensor,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    copy_dtype: torch.dtype,
+def begin_step(
+    norm: Tensor, steps: Tensor, numbers: Tensor, clip: float, scale: float, betas: tuple[float, float]
 ) -> None:
-    """One step of all tensors; none if `skip` is not 0. `divisor` divides gradients; `corrections` are 1 - betaⁿ."""
+    """Writes the step's four numbers: 1 if it is skipped because the norm is not finite (else 0), the divisor of gradients, both
+    1 - betaⁿ. `steps` counts the steps of each tensor, all alike; a skipped one does not count."""
+    logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
+    _begin_step[(1,)](norm, steps, len(steps), numbers, clip, scale, *logs, 1024, num_warps=4)
+
+
+def adamw_step(
+    table: Tensor, decays: Tensor, blocks: Tensor, numbers: Tensor, lr: float, betas: tuple[float, float], eps: float,
+    copy_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """One step of all tensors, with the numbers that `begin_step` wrote."""
     copy = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[copy_dtype]
-    _adamw_step[(len(blocks),)](
-        table, decays, blocks, divisor, skip, corrections, lr, *betas, eps, copy, BLOCK, num_warps=WARPS
-    )
+    _adamw_step[(len(blocks),)](table, decays, blocks, numbers, lr, *betas, eps, copy, BLOCK, num_warps=WARPS)

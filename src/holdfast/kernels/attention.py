@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.column_sums import sum_partial
 from holdfast.kernels.fp8 import LARGEST, Quantized, Site, empty_pair, store_narrow
 from holdfast.kernels.grid import column_programs, raise_to
 
@@ -140,4 +141,4 @@ def _gather(
         *parts, out, transposed, factor, sums, amax, cosine, sine, stride, rows, tokens, columns, *strides,
         queries, head // 2, rotary is not None, amax is not None, largest, TILE_ROWS, num_warps=4,
     )  # fmt: skip
-    return sums.sum(0)
+    return sum_partial(sums)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.column_sums import sum_partial
 from holdfast.kernels.fp8 import LARGEST, TILE, Site, narrowed
 from holdfast.kernels.grid import column_programs, flat_rows, power_of_two, raise_to, warps_of
 
@@ -164,7 +165,7 @@ def norm_backward(
         dout, dtotal, total, weight, mean, scale, dx, sums, rows, columns,
         dtotal is not None, mean is not None, 1, block, num_warps=max(1, block // 1024),
     )  # fmt: skip
-    return dx, sums.sum(0)
+    return dx, sum_partial(sums)
 
 
 @triton.jit

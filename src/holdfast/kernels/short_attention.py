@@ -13,20 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.grid import power_of_two
+from holdfast.kernels.grid import power_of_two, processors
 
 LONGEST = 128
-FORWARD_WARPS, BACKWARD_WARPS = 8, 4
-QUERIES = 64
-"""Of a block in backward."""
+FORWARD_WARPS, BACKWARD_WARPS = 8, 8
+PER_PROCESSOR, STAGES = 1, 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _place(tensor, batch, head, batch_stride, head_stride, token_stride, first, T: tl.constexpr, D: tl.constexpr):
-    """Addresses of one head's (tokens, columns), from token `first` on."""
+def _place(tensor, batch, head, batch_stride, head_stride, token_stride, T: tl.constexpr, D: tl.constexpr):
+    """Addresses of one head's (tokens, columns)."""
     start = tensor + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
-    return start + (first + tl.arange(0, T))[:, None] * token_stride + tl.arange(0, D)[None, :]
+    return start + tl.arange(0, T)[:, None] * token_stride + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -37,9 +36,9 @@ def _short_attention(
     head, batch = tl.program_id(0), tl.program_id(1)
     token = tl.arange(0, T)
     inside = token[:, None] < tokens
-    query = tl.load(_place(q, batch, head, qb, qh, qt, 0, T, D), mask=inside, other=0.0)
-    key = tl.load(_place(k, batch, head, kb, kh, kt, 0, T, D), mask=inside, other=0.0)
-    value = tl.load(_place(v, batch, head, vb, vh, vt, 0, T, D), mask=inside, other=0.0)
+    query = tl.load(_place(q, batch, head, qb, qh, qt, T, D), mask=inside, other=0.0)
+    key = tl.load(_place(k, batch, head, kb, kh, kt, T, D), mask=inside, other=0.0)
+    value = tl.load(_place(v, batch, head, vb, vh, vt, T, D), mask=inside, other=0.0)
     scores = tl.dot(query, tl.trans(key)) * scale
     if BIASED:
         scores += tl.load(bias + batch * bias_stride + token, mask=token < tokens, other=float("-inf"))[None, :].to(
@@ -54,57 +53,53 @@ def _short_attention(
     weights = tl.exp2((scores - highest[:, None]) * LOG2_E)
     total = tl.maximum(tl.sum(weights, 1), 1e-30)
     result = tl.dot(weights.to(value.dtype), value) / total[:, None]
-    tl.store(_place(out, batch, head, ob, oh, ot, 0, T, D), result.to(out.dtype.element_ty), mask=inside)
+    tl.store(_place(out, batch, head, ob, oh, ot, T, D), result.to(out.dtype.element_ty), mask=inside)
     at = (batch * tl.num_programs(0) + head).to(tl.int64) * tokens + token
     tl.store(lse + at, highest + tl.log(total), mask=token < tokens)
 
 
 @triton.jit
 def _short_attention_backward(
-    q, k, v, bias, dout, lse, dq, dk, dv, sum_q, sum_k, sum_v, tokens, scale,
+    q, k, v, bias, dout, lse, dq, dk, dv, sum_q, sum_k, sum_v, tokens, scale, heads, programs,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, dqb, dqh, dqt, dkb, dkh, dkt, dvb, dvh, dvt,
     sqb, sqh, skb, skh, svb, svh, bias_stride,
-    BIASED: tl.constexpr, CAUSAL: tl.constexpr, T: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
+    BIASED: tl.constexpr, CAUSAL: tl.constexpr, T: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All keys with `QUERIES` queries at a time. Scores are transposed, (keys, queries): so they and their gradient are first
-    factors of products as they are, and only the product that gives the query's gradient turns one of them."""
-    head, batch = tl.program_id(0), tl.program_id(1)
+    """A program computes several heads one after the other and loads the next one meanwhile. Scores are transposed, (keys,
+    queries): so they and their gradient are first factors of products as they are, and only the product that gives the query's
+    gradient turns one of them."""
     token, column = tl.arange(0, T), tl.arange(0, D)
     inside = token[:, None] < tokens
-    key = tl.load(_place(k, batch, head, kb, kh, kt, 0, T, D), mask=inside, other=0.0)
-    value = tl.load(_place(v, batch, head, vb, vh, vt, 0, T, D), mask=inside, other=0.0)
-    if BIASED:
-        seen = tl.load(bias + batch * bias_stride + token, mask=token < tokens, other=float("-inf")).to(tl.float32)
-    else:
-        seen = tl.where(token < tokens, 0.0, float("-inf"))
-    dkey = tl.zeros((T, D), tl.float32)
-    dvalue = tl.zeros((T, D), tl.float32)
-    total = tl.zeros((D,), tl.float32)
-    for start in tl.range(0, T, QUERIES, num_stages=1):
-        asking = start + tl.arange(0, QUERIES)
-        there = asking[:, None] < tokens
-        query = tl.load(_place(q, batch, head, qb, qh, qt, start, QUERIES, D), mask=there, other=0.0)
-        gradient = tl.load(_place(dout, batch, head, gb, gh, gt, start, QUERIES, D), mask=there, other=0.0)
-        at = (batch * tl.num_programs(0) + head).to(tl.int64) * tokens + asking
-        normalizer = tl.load(lse + at, mask=asking < tokens, other=0.0)
-        scores = tl.dot(key, tl.trans(query)) * scale + seen[:, None]
+    for number in tl.range(tl.program_id(0), programs, tl.num_programs(0), num_stages=STAGES):
+        head, batch = number % heads, number // heads
+        query = tl.load(_place(q, batch, head, qb, qh, qt, T, D), mask=inside, other=0.0)
+        key = tl.load(_place(k, batch, head, kb, kh, kt, T, D), mask=inside, other=0.0)
+        value = tl.load(_place(v, batch, head, vb, vh, vt, T, D), mask=inside, other=0.0)
+        gradient = tl.load(_place(dout, batch, head, gb, gh, gt, T, D), mask=inside, other=0.0)
+        row = (batch * heads + head).to(tl.int64) * tokens
+        normalizer = tl.load(lse + row + token, mask=token < tokens, other=0.0)
+        scores = tl.dot(key, tl.trans(query)) * scale
+        if BIASED:
+            scores += tl.load(bias + batch * bias_stride + token, mask=token < tokens, other=float("-inf"))[:, None].to(
+                tl.float32
+            )
+        else:
+            scores = tl.where(token[:, None] < tokens, scores, float("-inf"))
         if CAUSAL:
-            scores = tl.where(token[:, None] <= asking[None, :], scores, float("-inf"))
+            scores = tl.where(token[:, None] <= token[None, :], scores, float("-inf"))
         weights = tl.exp2((scores - normalizer[None, :]) * LOG2_E)
-        dvalue = tl.dot(weights.to(gradient.dtype), gradient, dvalue)
+        dvalue = tl.dot(weights.to(gradient.dtype), gradient)
+        tl.store(_place(dv, batch, head, dvb, dvh, dvt, T, D), dvalue.to(dv.dtype.element_ty), mask=inside)
+        tl.store(sum_v + batch.to(tl.int64) * svb + head * svh + column, tl.sum(dvalue, 0))
         dweights = tl.dot(value, tl.trans(gradient))
         mean = tl.sum(weights * dweights, 0)
         dscores = (weights * (dweights - mean[None, :]) * scale).to(query.dtype)
-        dkey = tl.dot(dscores, query, dkey)
+        dkey = tl.dot(dscores, query)
+        tl.store(_place(dk, batch, head, dkb, dkh, dkt, T, D), dkey.to(dk.dtype.element_ty), mask=inside)
+        tl.store(sum_k + batch.to(tl.int64) * skb + head * skh + column, tl.sum(dkey, 0))
         dquery = tl.dot(tl.trans(dscores), key)
-        place = _place(dq, batch, head, dqb, dqh, dqt, start, QUERIES, D)
-        tl.store(place, dquery.to(dq.dtype.element_ty), mask=there)
-        total += tl.sum(dquery, 0)
-    tl.store(_place(dk, batch, head, dkb, dkh, dkt, 0, T, D), dkey.to(dk.dtype.element_ty), mask=inside)
-    tl.store(_place(dv, batch, head, dvb, dvh, dvt, 0, T, D), dvalue.to(dv.dtype.element_ty), mask=inside)
-    tl.store(sum_q + batch.to(tl.int64) * sqb + head * sqh + column, total)
-    tl.store(sum_k + batch.to(tl.int64) * skb + head * skh + column, tl.sum(dkey, 0))
-    tl.store(sum_v + batch.to(tl.int64) * svb + head * svh + column, tl.sum(dvalue, 0))
+        tl.store(_place(dq, batch, head, dqb, dqh, dqt, T, D), dquery.to(dq.dtype.element_ty), mask=inside)
+        tl.store(sum_q + batch.to(tl.int64) * sqb + head * sqh + column, tl.sum(dquery, 0))
 
 
 def short_attention(
@@ -130,9 +125,10 @@ def short_attention_backward(
     batch, heads, tokens, head = q.shape
     strides = [step for part in (q, k, v, dout, *into) for step in part.stride()[:3]]
     sum_strides = [step for part in sums for step in part.stride()[:2]]
-    _short_attention_backward[(heads, batch)](
-        q, k, v, bias, dout, lse, *into, *sums, tokens, head**-0.5, *strides, *sum_strides, _bias_stride(bias),
-        bias is not None, causal, _block(tokens), head, min(QUERIES, _block(tokens)), num_warps=BACKWARD_WARPS,
+    grid = (min(heads * batch, processors(q.device) * PER_PROCESSOR),)
+    _short_attention_backward[grid](
+        q, k, v, bias, dout, lse, *into, *sums, tokens, head**-0.5, heads, heads * batch, *strides, *sum_strides,
+        _bias_stride(bias), bias is not None, causal, _block(tokens), head, STAGES, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def gelu_gradient(dy_NH: Tensor, weight_HF: Tensor, inner_NF: Tensor) -> tuple[T
 
 def milliseconds(rows: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Time of the two products and what surrounds them, by separate kernels, and in the epilogue if that computes the same."""
-    from holdfast.kernels.activation import column_sums, gelu_backward, gelu_forward
+    from holdfast.kernels.activation import gelu_backward, gelu_forward
+    from holdfast.kernels.column_sums import column_sums
 
     x, dy = (torch.randn(rows, hidden, dtype=dtype, device=device) for _ in range(2))
     upper, lower = (

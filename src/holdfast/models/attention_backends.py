@@ -91,13 +91,19 @@ def backward(
         sums = torch.empty(len(qkv_BTC), 1, qkv_BTC.shape[2], device=dout.device)
         into = Places(heads_of(buffer, 1, head), heads_of(sums, 1, head))
         heads = backend.backward(dout, (q, k, v), asked, made, into)
-        return Gradients(heads, buffer, sums.sum((0, 1)) if backend.sums else None)
+        return Gradients(heads, buffer, _total(sums).flatten() if backend.sums else None)
     if queries == 1 or backend.grouped:
         return Gradients(backend.backward(dout, (q, k, v), asked, made, None))
     groups = k.shape[1]
     k, v = k.repeat_interleave(queries, 1), v.repeat_interleave(queries, 1)
     dq, dk, dv = backend.backward(dout, (q, k, v), asked, made, None)
     return Gradients((dq, dk.unflatten(1, (groups, queries)).sum(2), dv.unflatten(1, (groups, queries)).sum(2)))
+
+
+def _total(sums: Tensor) -> Tensor:
+    from holdfast.kernels.column_sums import sum_partial
+
+    return sum_partial(sums)
 
 
 def chosen(wanted: str | None, qkv_BTC: Tensor, queries: int, head: int, asked: Asked) -> str:
@@ -165,8 +171,8 @@ def milliseconds(
 
 def _measure(name: str, qkv: Tensor, queries: int, head: int, asked: Asked) -> tuple[list[Tensor], float]:
     """(output and gradient, time)."""
-    from holdfast.kernels.activation import column_sums
     from holdfast.kernels.attention import gather_gradients
+    from holdfast.kernels.column_sums import column_sums
 
     def run() -> list[Tensor]:
         made = forward(name, qkv, queries, head, asked)

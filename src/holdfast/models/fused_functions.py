@@ -264,8 +264,8 @@ def _gather(
     gradients: Gradients, rotary: list[Tensor | None], site: "Site | None", biased: bool
 ) -> tuple[Any, Tensor | None]:
     """The gradient of the q/k/v buffer as a factor of products, and its column sums where they are free or needed."""
-    from holdfast.kernels.activation import column_sums
     from holdfast.kernels.attention import gather_gradients, gather_gradients_fp8
+    from holdfast.kernels.column_sums import column_sums
 
     turns = None if rotary[0] is None or rotary[1] is None else (rotary[0], rotary[1])
     if site is not None and site.delayed:
@@ -293,8 +293,9 @@ def _activate(inner: Tensor, options: MLPOptions) -> Any:
 
 def _activation_gradient(dout: Tensor, inner: Tensor, options: MLPOptions, biased: bool) -> tuple[Any, Tensor | None]:
     """The gradient of the activation's input as a factor of products, and its column sums where they are free or needed."""
-    from holdfast.kernels.activation import column_sums, gelu_backward, swiglu_backward
+    from holdfast.kernels.activation import gelu_backward, swiglu_backward
     from holdfast.kernels.activation_fp8 import gelu_backward_fp8, swiglu_backward_fp8
+    from holdfast.kernels.column_sums import column_sums
 
     site, sums = _site(options.fp8, 7), None
     if site is not None and site.delayed and not (options.swiglu and biased):
@@ -312,7 +313,7 @@ def _activation_gradient(dout: Tensor, inner: Tensor, options: MLPOptions, biase
 
 def _epilogue_gradient(dy: Any, kept: dict[str, list[Any]], biased: bool) -> tuple[Tensor, Tensor | None]:
     """The same from the second product's output gradient. Adds the activation to what that product kept."""
-    from holdfast.kernels.activation import column_sums
+    from holdfast.kernels.column_sums import column_sums
 
     dinner, kept["second"][0] = gelu_gradient(dy, kept["second"][1], kept["inner"][0])
     return dinner, column_sums(dinner) if biased else None
@@ -349,6 +350,6 @@ class Add(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        from holdfast.kernels.activation import column_sums
+        from holdfast.kernels.column_sums import column_sums
 
         return dout, dout, column_sums(dout)

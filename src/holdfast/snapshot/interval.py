@@ -1,7 +1,8 @@
 """How many steps snapshots are apart: as many as was asked for, or more if the device would have to wait for their copies.
 
-The invariant: the interval only grows while a process runs, by one at a time, and only after a whole window of snapshots that
-made the device wait for more than the limit.
+The invariant: the interval only grows while a run goes on, by one at a time, and only after a whole window of snapshots that
+made the device wait for more than the limit. Ranks that a supervisor starts again after a failure go on with the interval that
+they had: they need not wait to find it again.
 """
 
 import statistics
@@ -15,10 +16,13 @@ LONGEST = 1000
 
 
 class SnapshotInterval:
-    """`steps` between snapshots. `max_slowdown`: the share of the training's time that the device may wait; 0 for no limit."""
+    """`steps` between snapshots. `max_slowdown`: the share of the training's time that the device may wait; 0 for no limit.
+
+    `before` is what this rank wanted when it failed, or 0."""
 
     def __init__(self, steps: int, max_slowdown: float = 0.0) -> None:
         self.steps, self._max_slowdown = max(1, steps), max_slowdown
+        self.before = 0
         self.adapts = max_slowdown > 0 and steps < LONGEST
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._recorded_at = time.perf_counter()
@@ -40,15 +44,19 @@ class SnapshotInterval:
         if agreed <= self.steps:
             return None
         waited = self.slowdown() if self._recent else 0.0
+        kept = agreed == self.before
         self.steps = agreed
         self._recent.clear()
+        if kept:
+            return "as before the failure"
         return f"the device of rank {rank_group.rank} waited {waited:.1%} of the time for copies"
 
     def wanted(self) -> int:
         """The interval that this rank asks for."""
-        if not self.adapts or len(self._recent) < WINDOW:
+        if not self.adapts:
             return self.steps
-        return self.steps + (self.slowdown() > self._max_slowdown)
+        late = len(self._recent) == WINDOW and self.slowdown() > self._max_slowdown
+        return max(self.steps + late, self.before)
 
     def slowdown(self) -> float:
         """The share of its time that the device waited lately: a median, since first copies register their memory."""

@@ -115,7 +115,7 @@ class Snapshots:
         if rank_group.rank == 0:
             self._journal = journal(self.folder / "events.jsonl")
         self._claim = claim_rank(rank_group, self.folder)
-        self.page, self.reached = self._claim.page, self._claim.reached
+        self.page, self.reached, self.interval.before = self._claim.page, self._claim.reached, self._claim.interval
         if rank_group.first_on_node:
             for request in (STOP, SAVE):
                 (run_memory.path / request).unlink(missing_ok=True)

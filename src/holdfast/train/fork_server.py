@@ -7,13 +7,16 @@ The invariant: at a fork this process has one thread and no CUDA context, so tha
 
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import sys
 from pathlib import Path
 
+from holdfast import kernels
 from holdfast.train.rank_log import FOLDER_VARIABLE, open_helper_log
 from holdfast.train.spare import read_job, set_streams
 from holdfast.train.standby import READY
@@ -61,16 +64,37 @@ def import_all() -> None:
     import holdfast.train.worker  # noqa: F401
 
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    if torch.version.cuda:  # there the layers are compiled by default
-        import torch._inductor.compile_fx
+    if torch.version.cuda:  # there the layers are Triton kernels or compiled
+        import_for_cuda()
     gc.freeze()
+
+
+def import_for_cuda() -> None:
+    """Imports what ranks need on a GPU, without a look at the GPU: inductor asks for one when it is imported, which would
+    initialize CUDA."""
+    import torch
+
+    asked = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        import torch._inductor.compile_fx
+
+        if kernels.available():
+            for module in pkgutil.iter_modules(kernels.__path__):
+                importlib.import_module(f"{kernels.__name__}.{module.name}")
+        for name in ("flash_attn.cute.interface", "quack.gemm_interface"):  # of the extra `cuda`, which import slowly
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    finally:
+        torch.cuda.is_available = asked
 
 
 def unsafe_to_fork() -> str | None:
     """Why a forked process might not work as a new one does; None if nothing speaks against it."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
-        return f"the imports started {threads - 1} more threads"
+        names = {Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")}
+        return f"the imports started {threads - 1} more threads ({', '.join(sorted(names))})"
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")

@@ -1,11 +1,13 @@
-"""AdamW in one kernel launch that also writes the weights' copies in the compute type, so that no step casts them.
+"""AdamW in two kernel launches that also write the weights' copies in the compute type, so that no step casts them.
 
-The state is that of torch.optim.AdamW (`step`, `exp_avg`, `exp_avg_sq` per parameter), so checkpoints fit both.
+The state is that of torch.optim.AdamW (`step`, `exp_avg`, `exp_avg_sq` per parameter), so checkpoints fit both. The `step` of
+all parameters are views of one tensor.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +18,30 @@ from holdfast.models.products import refresh_copies
 ALIGNMENT = 64  # elements: 128 bytes
 
 
-class FusedAdamW(torch.optim.AdamW):
-    """For plain fp32 parameters on one CUDA device. `grad_scale` (a divisor here) and `found_inf` as for torch's fused AdamW."""
+class _Plan(NamedTuple):
+    """What a step needs, as long as its tensors stay where they are."""
 
-    _addresses: Sequence[int] = ()
-    _sizes: Sequence[int] = ()
-    _table: Tensor
-    _blocks: Tensor
-    _decays: Tensor
+    parameters: list[nn.Parameter]
+    """Those that have a gradient."""
+    gradients: list[Tensor | None]
+    """Of all parameters."""
+    aligned: list[Tensor]
+    """Those of the gradients that the kernel reads: they live as long as the table."""
+    moments: list[Tensor]
+    addresses: list[int]
+    decays: list[float]
+    table: Tensor
+    table_decays: Tensor
+    blocks: Tensor
+    steps: Tensor
+    numbers: Tensor
+    copy_dtype: torch.dtype
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """For plain fp32 parameters on one CUDA device."""
+
+    _plan: _Plan | None = None
 
     @staticmethod
     def takes(parameters: Iterable[nn.Parameter]) -> bool:
@@ -40,47 +58,73 @@ class FusedAdamW(torch.optim.AdamW):
             parameter.compute_copy = buffer[start : start + parameter.numel()].view_as(parameter)  # type: ignore[attr-defined]
             parameter.copied_version = -1  # type: ignore[attr-defined]
         refresh_copies(parameters)
+        self._plan = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        self.clipped_step(None, 0.0, 1.0)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        from holdfast.kernels.adamw import adamw_step, address_table, block_map
+    def clipped_step(self, norm: Tensor | None, clip: float, scale: float) -> None:
+        """One step with gradient / scale, clipped to a norm of `clip` unless that is 0; none if `norm`, that of the gradients,
+        is not finite."""
+        from holdfast.kernels.adamw import adamw_step, begin_step
 
-        assert closure is None
+        plan, group = self._current_plan(), self.param_groups[0]
+        if plan is None:
+            return
+        refresh_copies(plan.parameters)  # the kernel writes them too, but not in a step that it skips
+        norm = torch.zeros((), device=plan.steps.device) if norm is None else norm
+        begin_step(norm, plan.steps, plan.numbers, clip, scale, group["betas"])
+        rates = float(group["lr"]), group["betas"], group["eps"]
+        adamw_step(plan.table, plan.table_decays, plan.blocks, plan.numbers, *rates, plan.copy_dtype)
+
+    def _current_plan(self) -> _Plan | None:
+        """The last step's plan where gradients and state are the same tensors, as with a CUDA graph; else a new one."""
+        plan = self._plan
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        decays = [group["weight_decay"] for group in self.param_groups]
+        if plan is not None and plan.decays == decays and all(map(is_, gradients, plan.gradients)):
+            moments = (self.state[p].get("exp_avg") for p in plan.parameters)
+            if all(map(is_, moments, plan.moments)):
+                return plan
+        self._plan = self._new_plan(gradients, decays)
+        return self._plan
+
+    def _new_plan(self, gradients: list[Tensor | None], decays: list[float]) -> _Plan | None:
+        from holdfast.kernels.adamw import address_table, block_map
+
         updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not updated:
-            return
-        device = updated[0][0].device
-        states = [self._state_of(p) for p, _ in updated]
-        skip = getattr(self, "found_inf", None)
-        skip = torch.zeros((), device=device) if skip is None else skip
-        divisor = getattr(self, "grad_scale", None)
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1.0 - skip)
-        refresh_copies(self._parameters())  # the kernel writes them too, but not in a step that it skips
-        copies = [getattr(p, "compute_copy", None) for p, _ in updated]
-        tensors = [
-            (p, _aligned(p.grad), state["exp_avg"], state["exp_avg_sq"], copy)
-            for (p, _), state, copy in zip(updated, states, copies, strict=True)
-        ]
+            return None
+        last, parameters = self._plan, [p for p, _ in updated]
+        states = [self._state_of(p) for p in parameters]
+        copies = [getattr(p, "compute_copy", None) for p in parameters]
+        aligned = [_aligned(p.grad) for p in parameters]
+        if any(p.grad is not gradient for p, gradient in zip(parameters, aligned, strict=True)):
+            gradients = [None] * len(gradients)  # a copy is of this step only: the next one makes a new plan
+        moments = [state["exp_avg"] for state in states]
+        seconds = [state["exp_avg_sq"] for state in states]
+        tensors = list(zip(parameters, aligned, moments, seconds, copies, strict=True))
         addresses = [part.data_ptr() for parts in tensors for part in parts if part is not None]
-        if addresses != self._addresses:  # gradients are allocated for every step, mostly at the same places
-            sizes = [p.numel() for p, _ in updated]
-            self._addresses, self._table = addresses, address_table(tensors, device)
-            self._blocks = block_map(sizes, device) if sizes != self._sizes else self._blocks
-            self._decays = torch.tensor([group["weight_decay"] for _, group in updated]).to(device)
-            self._sizes = sizes
-        group = updated[0][1]
-        adamw_step(
-            self._table,
-            self._decays,
-            self._blocks,
-            divisor=torch.ones((), device=device) if divisor is None else divisor,
-            skip=skip,
-            corrections=_corrections(steps[0], group["betas"]),
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            copy_dtype=next((copy.dtype for copy in copies if copy is not None), torch.bfloat16),
+        steps = _in_one_tensor(states)
+        if last is not None and (last.addresses, last.decays) == (addresses, decays):
+            return last._replace(gradients=gradients, aligned=aligned, moments=moments, steps=steps)
+        device, sizes = parameters[0].device, [p.numel() for p in parameters]
+        known = last is not None and [p.numel() for p in last.parameters] == sizes
+        return _Plan(
+            parameters,
+            gradients,
+            aligned,
+            moments,
+            addresses,
+            decays,
+            address_table(tensors, device),
+            torch.tensor([group["weight_decay"] for _, group in updated]).to(device),
+            last.blocks if last is not None and known else block_map(sizes, device),
+            steps,
+            torch.zeros(4, device=device),
+            next((copy.dtype for copy in copies if copy is not None), torch.bfloat16),
         )
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -95,12 +139,19 @@ class FusedAdamW(torch.optim.AdamW):
         return state
 
 
+def _in_one_tensor(states: list[dict[str, Tensor]]) -> Tensor:
+    """The steps of all parameters as one tensor, of which each parameter's is a view; made if it is not so already."""
+    first = states[0]["step"]
+    addresses = [state["step"].data_ptr() for state in states]
+    enough = first.untyped_storage().nbytes() >= 4 * (first.storage_offset() + len(states))
+    if enough and addresses == list(range(addresses[0], addresses[0] + 4 * len(states), 4)):
+        return first.as_strided((len(states),), (1,))
+    steps = torch.stack([state["step"].float() for state in states])
+    for state, step in zip(states, steps, strict=True):
+        state["step"] = step
+    return steps
+
+
 def _aligned(gradient: Tensor) -> Tensor:
     """The gradient at an address that the kernel takes: torch aligns tensors, but a gradient may be a part of one."""
     return gradient if gradient.data_ptr() % 16 == 0 and gradient.is_contiguous() else gradient.contiguous().clone()
-
-
-def _corrections(step: Tensor, betas: tuple[float, float]) -> Tensor:
-    """1 - betaⁿ for both, computed in fp64."""
-    powers = [torch.pow(beta, step.double()) for beta in betas]
-    return (1.0 - torch.stack(powers)).float()

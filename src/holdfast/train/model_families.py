@@ -221,7 +221,8 @@ def bert_source(config: Config, sizes: SplitSizes) -> BatchSource:
         rules,
         data.data_cache_path,
     )
-    return BatchSource(splits, BertBatches, functools.partial(bert_inputs, max_predictions(config), binary))
+    batches = functools.partial(BertBatches, most=max_predictions(config))
+    return BatchSource(splits, batches, functools.partial(bert_inputs, binary))
 
 
 def max_predictions(config: Config) -> int:
@@ -229,23 +230,23 @@ def max_predictions(config: Config) -> int:
     return Masking(config.data.masked_lm_prob).most(config.data.seq_length - SPECIAL_TOKENS)
 
 
-def bert_inputs(most: int, binary: bool, micro: BertMicroBatch, device: torch.device) -> PassInputs:
-    """A BERT micro batch as arguments of the stages: `most` positions per sample; those with weight 1 are predicted."""
-    places = micro.loss_mask.sort(dim=1, descending=True, stable=True).indices[:, :most]
-    weights = micro.loss_mask.gather(1, places)
-    masked, pairs = weights.sum(), torch.tensor(float(len(places)))
+def bert_inputs(binary: bool, micro: BertMicroBatch, device: torch.device) -> PassInputs:
+    """A BERT micro batch as arguments of the stages."""
+    masked, pairs = micro.place_weights.sum(), torch.tensor(float(len(micro.tokens)))
     target_counts = torch.stack((masked, masked, pairs, pairs) if binary else (masked, masked))
-    loss_inputs = {"places_BP": places, "labels_BP": micro.labels.gather(1, places).clamp(min=0), "weights_BP": weights}
-    if binary:
-        loss_inputs["is_random_B"] = micro.is_random
     stage_inputs = {"padding_BT": micro.padding_mask, "types_BT": micro.tokentype_ids}
+    loss_inputs = {
+        "places_BP": micro.places,
+        "labels_BP": micro.place_labels,
+        "weights_BP": micro.place_weights,
+        **({"is_random_B": micro.is_random} if binary else {}),
+    }
 
     def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
-    return PassInputs(
-        micro.tokens.to(device, non_blocking=True), moved(stage_inputs), moved(loss_inputs), target_counts
-    )
+    tokens = micro.tokens.to(device, non_blocking=True)
+    return PassInputs(tokens, moved(stage_inputs), moved(loss_inputs), target_counts)
 
 
 def _check_enough(what: str, samples: Sequence[Any] | None, needed: int, otherwise: str) -> None:

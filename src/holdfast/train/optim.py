@@ -161,7 +161,8 @@ class GradientNorm:
             norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
             square = norms.double().square().sum()
         together = torch.stack([square, *(s.double() for s in sums)])
-        dist.all_reduce(together)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(together)
         together[0] = together[0].sqrt()
         return together
 
@@ -187,6 +188,9 @@ def clip_and_step(optimizer: torch.optim.Optimizer, norm: Tensor, clip: float, s
 
     AdamW's fused kernels divide and decide on the device: the host does not wait for the norm. Other optimizers need its value.
     """
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.clipped_step(norm, clip, scale)
+        return
     divisor = torch.full_like(norm, scale)
     if clip > 0:
         divisor *= ((norm + 1e-6) / clip).clamp(min=1.0)

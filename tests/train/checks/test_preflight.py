@@ -203,7 +203,7 @@ def test_the_ends_of_documents_must_be_known():
 def test_keys_without_an_effect_are_named():
     tables = {
         "model": {"swiglu": True, "openai_gelu": True, "rope_scaling_factor": 4.0, "bert_variant": "original"},
-        "train": {"finetune": True, "fp8_recipe": "delayed"},
+        "train": {"finetune": True, "fp8_recipe": "tensorwise"},
         "optimizer": {"muon_momentum": 0.9, "lr_poly_power": 1.0, "hysteresis": 3},
         "parallel": {"sequence_parallel": True},
         "log": {"wandb_entity": "us", "metrics_host": "0.0.0.0"},

@@ -30,6 +30,8 @@ class RankClaim:
     page: RankStatus
     reached: int
     """the step that the previous owner of the status page had reached"""
+    interval: int
+    """the interval between snapshots that the previous owner wanted, if this process replaces it after a failure; else 0"""
     folder_claim: BackgroundLease | None
 
     def release(self, status: int = 0) -> None:
@@ -61,17 +63,17 @@ def claim_rank(rank_group: RankGroup, folder: Path) -> RankClaim:
     return claim
 
 
-def _claim_page(rank: int, run_memory: RunMemory) -> tuple[RankStatus, int]:
-    """The status page and the step it shows. Waits: the ranks of an attempt that was just ended may take a moment to die."""
+def _claim_page(rank: int, run_memory: RunMemory) -> tuple[RankStatus, int, int]:
+    """The status page, and the step and interval it shows. Waits: ranks of an attempt that was just ended may still be dying."""
     deadline = time.monotonic() + CLAIM_SECONDS
     while True:
         with run_memory.locked():
             run_memory.make()
             page = RankStatus(run_memory.path / status_page_name(rank))
             if not page.owner_alive():
-                reached = page["step"]
+                reached, interval = page["step"], page["interval_wanted"]
                 page.claim()
-                return page, reached
+                return page, reached, interval if page["restarts"] else 0
         if time.monotonic() > deadline:
             raise HoldfastError(
                 f"a run called {run_memory.name} with the folder {run_memory.folder} is already running (process "
