@@ -138,7 +138,7 @@ def _set_environment(config: Config, logs: Path) -> None:
 
 
 def _keep_compiled_code() -> None:
-    """Has torch.compile and Triton keep their code in the user's cache folder: /tmp is emptied between jobs, and is not private.
+    """Has torch.compile, Triton and FlashAttention 4 keep their code in the user's cache folder: /tmp is emptied between jobs, and is not private.
 
     Not in $HOLDFAST_CACHE, which several users may share: what is kept there is executed."""
     folder = Path(platformdirs.user_cache_dir("holdfast", appauthor=False)) / "compiled"
@@ -148,6 +148,8 @@ def _keep_compiled_code() -> None:
         return  # torch's own folders
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash-attention"))
 
 
 def _spec(config: Config, resolved: Path, host: str, port: int) -> WorkerSpec:
