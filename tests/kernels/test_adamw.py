@@ -1,5 +1,7 @@
 """One launch updates all parameters as torch's AdamW does, and the copies in the compute type follow every change of them."""
 
+import weakref
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -24,7 +26,8 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, skipped: bool) 
     """With gradients divided by 2 to unscale and by 3 to clip, or not at all."""
     if isinstance(optimizer, FusedAdamW):
         norm = torch.tensor(torch.inf if skipped else 1.5, dtype=torch.float64, device=device)
-        optimizer.clipped_step(norm, 0.5, 2.0)
+        optimizer.clip_next(norm, 0.5, 2.0)
+        optimizer.step()
         return
     optimizer.grad_scale = torch.tensor(6.0, device=device)
     optimizer.found_inf = torch.tensor(float(skipped), device=device)
@@ -87,6 +90,17 @@ def test_a_step_without_a_norm_neither_clips_nor_skips(device):
     FusedAdamW([ours], **SETTINGS).step()
     torch.optim.AdamW([theirs], **SETTINGS).step()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_the_last_step_are_freed(device):
+    """They would be there twice during the next pass."""
+    weight = Parameter(torch.ones(3, device=device))
+    optimizer = FusedAdamW([weight], **SETTINGS)
+    weight.grad = torch.ones_like(weight)
+    gradient = weakref.ref(weight.grad)
+    step(optimizer, device, skipped=False)
+    optimizer.zero_grad(set_to_none=True)
+    assert gradient() is None
 
 
 @pytest.mark.parametrize("part", ["transposed", "not aligned"])

@@ -37,13 +37,26 @@ def test_the_fastest_is_measured_once(cache):
 
 
 @pytest.mark.parametrize(
-    "kept", ["[]", '{"a shape": 3}', '{"a shape": {"newer": 0.1}}', '{"a shape": {"cudnn": null}}', "{"]
-)
+    "kept",
+    ["[]", "{", '{"what": "a shape", "ms": 3}', '{"what": "a shape", "ms": {"newer": 0.1}}',
+     '{"what": "a shape", "ms": {"cudnn": null}}', '{"what": "another", "ms": {"cudnn": 9.0}}'],
+)  # fmt: skip
 def test_what_another_version_kept_is_measured_again(cache, kept):
-    cache.mkdir()
-    (cache / "kernels.json").write_text(kept)
+    file = kernel_choice._file("a shape")
+    file.parent.mkdir(parents=True)
+    file.write_text(kept)
     assert fastest("auto", "a shape", lambda: TIMES) == ("cudnn", TIMES)
     assert fastest("auto", "a shape", dict) == ("cudnn", TIMES)
+
+
+def test_whether_a_graph_is_faster_is_measured_once(cache, capfd):
+    choice = kernel_choice.GraphChoice("a pass", rank=0)
+    assert choice.known() is None
+    assert choice.decide(eager=100.0, graph=105.0) and choice.known()  # single passes vary
+    assert "100.0 ms kernel by kernel, 105.0 ms as a CUDA graph" in capfd.readouterr().err
+    assert not choice.decide(eager=100.0, graph=120.0)
+    assert choice.known() is False
+    assert kernel_choice.GraphChoice("another pass", rank=0).known() is None
 
 
 def test_only_what_is_allowed_is_chosen():

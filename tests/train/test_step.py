@@ -31,7 +31,6 @@ def test_a_failed_capture_does_not_end_or_change_the_training(one_rank, capfd):
     def losses(captures: bool) -> list[float]:
         contender = HoldfastContender(config, grid)
         contender._passes._captures = captures  # on a CPU no graph can be captured
-        contender._passes._measures = False
         return [float(contender.step(batch, lambda phase: None)) for batch in batches]
 
     wanted = losses(captures=False)

@@ -23,6 +23,7 @@ from holdfast.parallel.layout import padded_vocab_size
 from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.parallel.zero import RowGather, updated_parameters
+from holdfast.train.kernel_choice import GraphChoice
 from holdfast.train.model_families import (
     bert_inputs,
     build_stages,
@@ -103,7 +104,7 @@ class HoldfastContender:
         terms = family_of(config).terms
         self._losses = [1 + index for index, name in enumerate(terms) if name.endswith("loss")]
         shapes, graph = stage_shapes(config, grid), config.train.cuda_graph
-        self._passes = ForwardBackward(stages, grid, tied, updated, terms, shapes, graph)
+        self._passes = ForwardBackward(stages, grid, tied, updated, terms, shapes, graph, GraphChoice.of(config, grid))
         self._norm = GradientNorm(updated.values(), grid, tied.copy)
         self.optimizer = build_optimizer(stages, config.optimizer, compute_dtype(config), updated)
         self._gather_rows = RowGather(updated, grid)

@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.grid import power_of_two, processors
+from holdfast.kernels.grid import power_of_two, processors, shared_memory
 
 LONGEST = 128
 FORWARD_WARPS, BACKWARD_WARPS = 8, 8
-PER_PROCESSOR, STAGES = 1, 2
+STAGES = 3
+"""Heads that a program of backward has on the chip: the one that it computes, and those that it loads meanwhile."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -125,10 +126,13 @@ def short_attention_backward(
     batch, heads, tokens, head = q.shape
     strides = [step for part in (q, k, v, dout, *into) for step in part.stride()[:3]]
     sum_strides = [step for part in sums for step in part.stride()[:2]]
-    grid = (min(heads * batch, processors(q.device) * PER_PROCESSOR),)
+    block = _block(tokens)
+    room = shared_memory(q.device) - 2 * block * block  # for the gradient of the scores, which is turned
+    stages = max(1, min(STAGES, room // (8 * block * head + 512)))
+    grid = (min(heads * batch, processors(q.device)),)
     _short_attention_backward[grid](
         q, k, v, bias, dout, lse, *into, *sums, tokens, head**-0.5, heads, heads * batch, *strides, *sum_strides,
-        _bias_stride(bias), bias is not None, causal, _block(tokens), head, STAGES, num_warps=BACKWARD_WARPS,
+        _bias_stride(bias), bias is not None, causal, block, head, stages, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from holdfast.models.products import refresh_copies
 
-EAGER_STEPS = 3
+EAGER_STEPS = 2
 """Steps that run kernel by kernel first: kernels are compiled and workspaces allocated outside the graph. The first step scales
-fp8 in another way than those after it; the last one is measured."""
+fp8 in another way than those after it."""
 Inputs = dict[str, Tensor]
 
 

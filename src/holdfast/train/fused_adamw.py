@@ -16,6 +16,7 @@ from holdfast import kernels
 from holdfast.models.products import refresh_copies
 
 ALIGNMENT = 64  # elements: 128 bytes
+NOT_CLIPPED = (None, 0.0, 1.0)
 
 
 class _Plan(NamedTuple):
@@ -23,12 +24,9 @@ class _Plan(NamedTuple):
 
     parameters: list[nn.Parameter]
     """Those that have a gradient."""
-    gradients: list[Tensor | None]
-    """Of all parameters."""
-    aligned: list[Tensor]
-    """Those of the gradients that the kernel reads: they live as long as the table."""
+    places: list[int]
+    """The addresses of all parameters and gradients, 0 where there is none. The gradients themselves may go with their step."""
     moments: list[Tensor]
-    addresses: list[int]
     decays: list[float]
     table: Tensor
     table_decays: Tensor
@@ -42,6 +40,7 @@ class FusedAdamW(torch.optim.AdamW):
     """For plain fp32 parameters on one CUDA device."""
 
     _plan: _Plan | None = None
+    _clip: tuple[Tensor | None, float, float] = NOT_CLIPPED
 
     @staticmethod
     def takes(parameters: Iterable[nn.Parameter]) -> bool:
@@ -60,17 +59,19 @@ class FusedAdamW(torch.optim.AdamW):
         refresh_copies(parameters)
         self._plan = None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
-        self.clipped_step(None, 0.0, 1.0)
+    def clip_next(self, norm: Tensor, clip: float, scale: float) -> None:
+        """The next step uses gradient / scale, clipped to a norm of `clip` unless that is 0. It changes nothing if `norm`, that
+        of gradient / scale, is not finite."""
+        self._clip = (norm, clip, scale)
 
     @torch.no_grad()
-    def clipped_step(self, norm: Tensor | None, clip: float, scale: float) -> None:
-        """One step with gradient / scale, clipped to a norm of `clip` unless that is 0; none if `norm`, that of the gradients,
-        is not finite."""
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         from holdfast.kernels.adamw import adamw_step, begin_step
 
-        plan, group = self._current_plan(), self.param_groups[0]
+        assert closure is None
+        (norm, clip, scale), self._clip = self._clip, NOT_CLIPPED
+        gradients = [p.grad if p.grad is None else _aligned(p.grad) for p in self._parameters()]
+        plan, group = self._current_plan(gradients), self.param_groups[0]
         if plan is None:
             return
         refresh_copies(plan.parameters)  # the kernel writes them too, but not in a step that it skips
@@ -79,50 +80,43 @@ class FusedAdamW(torch.optim.AdamW):
         rates = float(group["lr"]), group["betas"], group["eps"]
         adamw_step(plan.table, plan.table_decays, plan.blocks, plan.numbers, *rates, plan.copy_dtype)
 
-    def _current_plan(self) -> _Plan | None:
-        """The last step's plan where gradients and state are the same tensors, as with a CUDA graph; else a new one."""
-        plan = self._plan
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+    def _current_plan(self, gradients: list[Tensor | None]) -> _Plan | None:
+        """The last step's plan where gradients and state are at the same places; else a new one."""
+        plan, parameters = self._plan, self._parameters()
+        places = [0 if tensor is None else tensor.data_ptr() for tensor in (*parameters, *gradients)]
         decays = [group["weight_decay"] for group in self.param_groups]
-        if plan is not None and plan.decays == decays and all(map(is_, gradients, plan.gradients)):
-            moments = (self.state[p].get("exp_avg") for p in plan.parameters)
+        if plan is not None and (plan.places, plan.decays) == (places, decays):
+            moments = [self.state[p].get("exp_avg") for p in plan.parameters]
             if all(map(is_, moments, plan.moments)):
                 return plan
-        self._plan = self._new_plan(gradients, decays)
+        self._plan = self._new_plan(gradients, places, decays)
         return self._plan
 
-    def _new_plan(self, gradients: list[Tensor | None], decays: list[float]) -> _Plan | None:
+    def _new_plan(self, gradients: list[Tensor | None], places: list[int], decays: list[float]) -> _Plan | None:
         from holdfast.kernels.adamw import address_table, block_map
 
-        updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        every = [(p, group["weight_decay"]) for group in self.param_groups for p in group["params"]]
+        updated = [(p, decay, g) for (p, decay), g in zip(every, gradients, strict=True) if g is not None]
         if not updated:
             return None
-        last, parameters = self._plan, [p for p, _ in updated]
+        last, parameters = self._plan, [p for p, _, _ in updated]
         states = [self._state_of(p) for p in parameters]
         copies = [getattr(p, "compute_copy", None) for p in parameters]
-        aligned = [_aligned(p.grad) for p in parameters]
-        if any(p.grad is not gradient for p, gradient in zip(parameters, aligned, strict=True)):
-            gradients = [None] * len(gradients)  # a copy is of this step only: the next one makes a new plan
-        moments = [state["exp_avg"] for state in states]
-        seconds = [state["exp_avg_sq"] for state in states]
-        tensors = list(zip(parameters, aligned, moments, seconds, copies, strict=True))
-        addresses = [part.data_ptr() for parts in tensors for part in parts if part is not None]
-        steps = _in_one_tensor(states)
-        if last is not None and (last.addresses, last.decays) == (addresses, decays):
-            return last._replace(gradients=gradients, aligned=aligned, moments=moments, steps=steps)
+        tensors = [
+            (p, gradient, state["exp_avg"], state["exp_avg_sq"], copy)
+            for (p, _, gradient), state, copy in zip(updated, states, copies, strict=True)
+        ]
         device, sizes = parameters[0].device, [p.numel() for p in parameters]
         known = last is not None and [p.numel() for p in last.parameters] == sizes
         return _Plan(
             parameters,
-            gradients,
-            aligned,
-            moments,
-            addresses,
+            places,
+            [state["exp_avg"] for state in states],
             decays,
             address_table(tensors, device),
-            torch.tensor([group["weight_decay"] for _, group in updated]).to(device),
+            torch.tensor([decay for _, decay, _ in updated]).to(device),
             last.blocks if last is not None and known else block_map(sizes, device),
-            steps,
+            _in_one_tensor(states),
             torch.zeros(4, device=device),
             next((copy.dtype for copy in copies if copy is not None), torch.bfloat16),
         )

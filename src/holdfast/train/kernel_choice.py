@@ -1,10 +1,13 @@
 """Which kernels the fused layers call: measured on the run's own shape at its start, remembered per device and shape.
 
-The answers are in `kernels.json` of the cache folder, so that a resumed run calls the kernels that it called before.
+The answers are in the folder `kernels` of the cache, one file each, so that a resumed run calls the kernels that it called
+before, and runs that measure at the same time lose none.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from holdfast.parallel.tensor import transformer_layers
 from holdfast.system.atomic_files import publish_text
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
+
+SLOWER = 1.1
 
 
 def choose_kernels(config: Config, stages: Sequence[nn.Module], grid: Grid, dtype: torch.dtype) -> None:
@@ -115,21 +120,49 @@ def _list(times: dict[str, float]) -> str:
     )
 
 
-def _file() -> Path:
-    return cache_folder() / "kernels.json"
+@dataclass(frozen=True)
+class GraphChoice:
+    """Whether a pass runs as a CUDA graph, unless the user says it. The graph also spares the host, and single passes vary by a
+    few percent, so it has to be clearly slower to be left out."""
+
+    key: str
+    rank: int
+
+    @staticmethod
+    def of(config: Config, grid: Grid) -> "GraphChoice | None":
+        if grid.device.type != "cuda":
+            return None
+        train, data = config.train, config.data
+        batch = train.micro_batch_size, data.seq_length, data.reset_attention_mask, data.packing
+        types = train.bf16, train.fp16, train.fp8 and train.fp8_recipe
+        digest = hashlib.sha256(repr(config.model).encode()).hexdigest()[:16]
+        others = train.recompute_granularity, train.deterministic
+        return GraphChoice(f"{_device(grid)}, pass of model {digest}, {batch}, {types}, {others}", grid.rank)
+
+    def known(self) -> bool | None:
+        """What was measured before; None if nothing was."""
+        times = _known(self.key, ("eager", "graph"))
+        return None if len(times) < 2 else times["graph"] <= SLOWER * times["eager"]
+
+    def decide(self, eager: float, graph: float) -> bool:
+        """Whether to use the graph, from the milliseconds of a pass without and with it."""
+        if self.rank == 0:
+            log(f"forward and backward: {eager:.1f} ms kernel by kernel, {graph:.1f} ms as a CUDA graph")
+        _remember(self.key, {"eager": eager, "graph": graph})
+        return graph <= SLOWER * eager
 
 
-def _kept() -> dict[str, Any]:
-    try:
-        found = json.loads(_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _file(key: str) -> Path:
+    return cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _known(key: str, allowed: Collection[str]) -> dict[str, float]:
     """The kept times of what may be used; empty if there are none, or something else was kept."""
-    times = _kept().get(key)
+    try:
+        kept = json.loads(_file(key).read_text())
+    except (OSError, ValueError):
+        return {}
+    times = kept.get("ms") if isinstance(kept, dict) and kept.get("what") == key else None
     if not isinstance(times, dict):
         return {}
     return {name: ms for name, ms in times.items() if name in allowed and isinstance(ms, int | float)}
@@ -138,7 +171,7 @@ def _known(key: str, allowed: Collection[str]) -> dict[str, float]:
 def _remember(key: str, times: dict[str, float]) -> None:
     """Best effort: a run that cannot write there measures again next time."""
     try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        publish_text(_file(), json.dumps({**_kept(), key: times}, indent=1))
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        publish_text(_file(key), json.dumps({"what": key, "ms": times}, indent=1))
     except (OSError, HoldfastError) as error:
         log(f"the measured kernel times are not kept: {error}")

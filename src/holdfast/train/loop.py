@@ -25,6 +25,7 @@ from holdfast.parallel.mesh import Grid
 from holdfast.parallel.pipeline import TiedEmbedding
 from holdfast.parallel.zero import RowGather, updated_parameters
 from holdfast.train.eval_samples import EvalSamples
+from holdfast.train.kernel_choice import GraphChoice
 from holdfast.train.learning_rates import group_schedules, set_rates
 from holdfast.train.metrics import Iteration, Reporter, name_terms
 from holdfast.train.model_families import (
@@ -64,9 +65,9 @@ class TrainingRun:
         updated = updated_parameters(self.stages, grid)
         tied = TiedEmbedding(self.stages, grid, not config.model.untie_embeddings_and_output_weights, updated)
         self.family = family_of(config)
-        self.passes = ForwardBackward(
-            self.stages, grid, tied, updated, self.family.terms, stage_shapes(config, grid), config.train.cuda_graph
-        )
+        terms, shapes, graph = self.family.terms, stage_shapes(config, grid), config.train.cuda_graph
+        choice = GraphChoice.of(config, grid)
+        self.passes = ForwardBackward(self.stages, grid, tied, updated, terms, shapes, graph, choice)
         self.norm = GradientNorm(updated.values(), grid, tied.copy)
         self.optimizer = build_optimizer(self.stages, config.optimizer, compute_dtype(config), updated)
         self.gather_rows = RowGather(updated, grid)

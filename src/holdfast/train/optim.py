@@ -189,7 +189,8 @@ def clip_and_step(optimizer: torch.optim.Optimizer, norm: Tensor, clip: float, s
     AdamW's fused kernels divide and decide on the device: the host does not wait for the norm. Other optimizers need its value.
     """
     if isinstance(optimizer, FusedAdamW):
-        optimizer.clipped_step(norm, clip, scale)
+        optimizer.clip_next(norm, clip, scale)
+        optimizer.step()
         return
     divisor = torch.full_like(norm, scale)
     if clip > 0:

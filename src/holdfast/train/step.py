@@ -20,6 +20,7 @@ from holdfast.parallel.tensor import reduce_partial_gradients, transformer_layer
 from holdfast.parallel.zero import GradientScatter
 from holdfast.system.progress import log
 from holdfast.train.captured_pass import EAGER_STEPS, CapturedPass
+from holdfast.train.kernel_choice import GraphChoice
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ForwardBackward:
         terms: Sequence[str],
         shapes: dict[str, Any],
         graph: bool | None = None,
+        graph_choice: GraphChoice | None = None,
     ) -> None:
         self._stages, self._grid, self._tied, self._shapes = stages, grid, tied, shapes
         self._updated = list(updated.values())
@@ -94,7 +96,9 @@ class ForwardBackward:
         self._weights = self._means = self._zeros
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._sums = _gradient_sums(stages, grid, updated)
-        self._captures, self._measures = graph is not False and can_capture(stages, grid), graph is None
+        known = graph_choice.known() if graph_choice and graph is None else graph
+        self._captures, self._choice = known is not False and can_capture(stages, grid), graph_choice
+        self._measures = known is None and graph_choice is not None
         if graph and not self._captures and grid.rank == 0:
             log("warning: --cuda-graph has no effect here: it needs a run on one GPU whose layers are Triton kernels")
         self._captured: CapturedPass | None = None
@@ -153,11 +157,9 @@ class ForwardBackward:
         if self._captured is not None and not self._captured.takes(inputs):
             self._captured = None  # a graph of the earlier shape would hold a second set of activations
         self._eager_steps += 1
-        if self._eager_steps < EAGER_STEPS:
+        if self._eager_steps <= EAGER_STEPS:
             return False
-        if self._eager_steps == EAGER_STEPS:
-            if not self._measures:
-                return False
+        if self._eager_steps == EAGER_STEPS + 1 and self._measures:
             self._eager_ms = milliseconds(lambda: self._plain(batch, True))
             return True
         if self._captured is None and not self._record(inputs):
@@ -172,14 +174,10 @@ class ForwardBackward:
         weights, reason = self._weights, ""
         try:
             self._captured = CapturedPass(self._traced, self._parameters, inputs[0], accumulates=len(inputs) > 1)
-            if self._measures:
+            if self._measures and self._choice:
                 captured, self._measures = self._captured, False
                 graph_ms = min(milliseconds(lambda: captured.replay(inputs)) for _ in range(2))
-                log(
-                    f"forward and backward: {self._eager_ms:.1f} ms kernel by kernel, {graph_ms:.1f} ms as a CUDA graph"
-                )
-                # Single passes vary by a few percent, and the graph also spares the host.
-                reason = "it is slower" if graph_ms > 1.1 * self._eager_ms else ""
+                reason = "" if self._choice.decide(self._eager_ms, graph_ms) else "it is slower"
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             log(f"warning: no CUDA graph of the pass ({reason}); training continues without it, at a lower speed")

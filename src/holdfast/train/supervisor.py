@@ -138,7 +138,8 @@ def _set_environment(config: Config, logs: Path) -> None:
 
 
 def _keep_compiled_code() -> None:
-    """Has torch.compile, Triton and FlashAttention 4 keep their code in the user's cache folder: /tmp is emptied between jobs, and is not private.
+    """Has torch.compile, Triton and FlashAttention 4 keep their code in the user's cache folder: /tmp is emptied between jobs,
+    and is not private.
 
     Not in $HOLDFAST_CACHE, which several users may share: what is kept there is executed."""
     folder = Path(platformdirs.user_cache_dir("holdfast", appauthor=False)) / "compiled"
