@@ -1,5 +1,8 @@
 """Texts against `transformers`, which generates from the same Hugging Face folder, one prompt at a time."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,6 +90,19 @@ def test_a_text_ends_at_the_end_of_document_token_and_others_go_on(gpt2):
         tokens = list(before.tokens)
         assert list(after.tokens) == (tokens[: tokens.index(end)] if end in tokens else tokens)
     assert len(ended[0].tokens) == plain[0].tokens.index(end)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_text_ends_at_the_tokens_that_generation_config_states(gpt2, tmp_path, several):
+    """As a chat model's: its turns end with a token that is not the tokenizer's end of text."""
+    folder = shutil.copytree(gpt2.huggingface, tmp_path / "chat")
+    plain = generate(gpt2.huggingface, "the fox", max_new_tokens=12, temperature=0)[0]
+    end = plain.tokens[4]
+    stated = {"eos_token_id": [end, 1] if several else end, "bos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    (found,) = generate(folder, "the fox", max_new_tokens=12, temperature=0)
+    assert list(found.tokens) == list(plain.tokens[: plain.tokens.index(end)])
+    assert found.finish_reason == "stop"
 
 
 def test_texts_stop_where_the_models_positions_end(saved, capsys):

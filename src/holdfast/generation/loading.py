@@ -13,7 +13,7 @@ from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.config import read_config
 from holdfast.conversion.holdfast_checkpoint import model_of_state
 from holdfast.conversion.huggingface.tokenizer_files import choose_tokenizer
-from holdfast.conversion.model import Model, check_sources
+from holdfast.conversion.model import Model, check_sources, valid_ids
 from holdfast.conversion.sources import read_model
 from holdfast.conversion.tensors import Tensor
 from holdfast.generation.model_step import WeightType, is_compiled
@@ -39,8 +39,16 @@ class LoadedModel:
     max_positions: int
     weights: WeightType | None = None
     """8-bit type that the matrices have while tokens are written; unset: that of the model."""
+    more_ends: frozenset[int] = frozenset()
+    """Tokens that end a text beside the tokenizer's own: chat models also end their turns with others."""
     spare: list[Any] = field(default_factory=list, compare=False, repr=False)
     """An idle SlotEngine, with its cache and recorded graphs."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        own = self.tokenizer.eod
+        return self.more_ends if own is None else self.more_ends | {own}
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +89,15 @@ def load_model(
     device, dtype = choose_device(device, dtype)
     model = build_empty(GPT, source, chosen, device, dtype)
     positions = source.architecture.max_position_embeddings
-    return LoadedModel(fill(model, source, dtype), chosen, positions, weights)
+    return LoadedModel(fill(model, source, dtype), chosen, positions, weights, _stated_ends(source))
+
+
+def _stated_ends(source: Model) -> frozenset[int]:
+    """The end tokens that config.json and generation_config.json state: one id or several."""
+    size = source.architecture.padded_vocab_size
+    stated = (source.special_ids, valid_ids(source.generation, ["eos_token_id"], size))
+    found = [ids["eos_token_id"] for ids in stated if "eos_token_id" in ids]
+    return frozenset(end for ids in found for end in (ids if isinstance(ids, list) else [ids]))
 
 
 def build_empty(

@@ -1,6 +1,6 @@
 """Requests to the slot engine, its emissions, and the state of a running request."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -114,9 +114,9 @@ class RunningRequest:
         found = self._draws[self.launched : self.launched + count]
         return found + [0.0] * (count - len(found))
 
-    def receive(self, token: int, logprobs: Logprobs | None, eod: int | None) -> Emission:
-        """Adds a token; returns what to report."""
-        if token == eod:
+    def receive(self, token: int, logprobs: Logprobs | None, ends: Collection[int]) -> Emission:
+        """Adds a token; returns what to report. `ends`: tokens that end the text and are no part of it."""
+        if token in ends:
             return self.end("stop")
         self.tokens.append(token)
         text = self._stream.add(token)

@@ -74,7 +74,7 @@ class SlotEngine:
         device = loaded.device
         self.slots, self.length = slots, min(length or loaded.max_positions, loaded.max_positions)
         self.vocabulary = loaded.model.vocab_size
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._model, self._tokenizer, self._ends = loaded.model, loaded.tokenizer, loaded.ends
         self._proposer = None if speculate is None else build_proposer(speculate, loaded, slots, self.length)
         self._step = step or choose_step(loaded.model, loaded.weights)
         self._compiled = is_compiled(loaded.model)
@@ -193,7 +193,7 @@ class SlotEngine:
                 if request.finish_reason is None:
                     request.launched += 1
                     request.position += 1
-                    emissions.append(request.receive(token, logprobs, self._tokenizer.eod))
+                    emissions.append(request.receive(token, logprobs, self._ends))
             self._tokens[text.slot] = tokens[-1]
             self._positions[text.slot] = min(request.position, self.length - 1)
             self._sampling.mark(slice(text.slot, text.slot + 1), torch.tensor(tokens, device=self._tokens.device))
@@ -308,7 +308,7 @@ class SlotEngine:
         emissions = []
         for request, token, logprobs in launch.wait():
             if request.finish_reason is None:
-                emissions.append(request.receive(token, logprobs, self._tokenizer.eod))
+                emissions.append(request.receive(token, logprobs, self._ends))
                 if request.finish_reason is None and request.position >= self.length:
                     self._slide(request)
         self._free_ended()
