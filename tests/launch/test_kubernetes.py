@@ -17,6 +17,7 @@ from holdfast.launch.kubernetes import (
     preprocess_manifests,
     to_yaml,
     train_manifests,
+    volumes_of,
 )
 from holdfast.launch.options import KubernetesOptions
 from holdfast.system.errors import UsageError
@@ -271,3 +272,9 @@ def test_names_become_what_kubernetes_takes(text: str, name: str) -> None:
 def test_a_name_without_letters_and_digits_is_refused() -> None:
     with pytest.raises(UsageError, match="--name"):
         object_name("...")
+
+
+def test_claims_whose_names_differ_in_a_dot_are_two_volumes():
+    found = volumes_of(KubernetesOptions(image="x", pvc=("a.b:/one", "a-b:/two")))
+    assert sorted(found.values()) == [("a-b", "/two"), ("a.b", "/one")]
+    assert all("." not in name for name in found)

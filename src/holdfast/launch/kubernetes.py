@@ -207,6 +207,15 @@ def indexed(options: KubernetesOptions, completions: int, template: Manifest) ->
     }
 
 
+def volumes_of(options: KubernetesOptions) -> dict[str, tuple[str, str]]:
+    """Volume → (claim, path). A claim's name may hold dots, a volume's may not: claims that differ in these only get a number."""
+    found: dict[str, tuple[str, str]] = {}
+    for claim, path in claim_paths(options).items():
+        name = object_name(f"claim-{claim}")
+        found[name if name not in found else object_name(f"claim-{len(found)}-{claim}")] = (claim, path)
+    return found
+
+
 def pod(
     options: KubernetesOptions,
     name: str,
@@ -218,8 +227,7 @@ def pod(
     """The pod template: one container with the volume claims of the job."""
     variables = [{"name": key, **value} for key, value in environment.items()]
     variables += [{"name": key, "value": value} for key, value in name_value_pairs("--env", options.env)]
-    # A claim's name may hold dots, a volume's may not.
-    claims = [(object_name(f"claim-{claim}"), claim, path) for claim, path in claim_paths(options).items()]
+    claims = [(volume, claim, path) for volume, (claim, path) in volumes_of(options).items()]
     spec: Manifest = {
         "name": container,
         "image": options.image,
