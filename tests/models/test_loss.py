@@ -135,3 +135,17 @@ def test_the_model_gives_cross_entropy_and_z_loss_apart_and_the_gradient_of_thei
     torch.testing.assert_close(found, torch.stack((entropy, z)), rtol=1e-12, atol=0)
     for ours, theirs in zip(torch.autograd.grad(found.sum(), parameters), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_chunks_of_a_narrow_matrix_gradient_are_added_up_in_fp32(monkeypatch):
+    """As under FSDP2, where the output matrix is gathered in bf16."""
+    monkeypatch.setattr("holdfast.models.loss.CHUNK_ELEMENTS", PADDED)  # one token each
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(400, WIDTH, generator=generator).bfloat16()
+    matrix = torch.randn(PADDED, WIDTH, generator=generator).bfloat16().requires_grad_()
+    labels, weights = torch.zeros(400, dtype=torch.int64), torch.ones(400)  # one row gets a part of every chunk
+    vocabulary_loss(x, matrix, labels, weights, VOCABULARY)[0].backward()
+    wide = matrix.detach().double().requires_grad_()
+    vocabulary_loss(x.double(), wide, labels, weights.double(), VOCABULARY)[0].backward()
+    assert matrix.grad.dtype == torch.bfloat16
+    assert (matrix.grad.double() - wide.grad).norm() < 0.005 * wide.grad.norm()

@@ -78,7 +78,9 @@ class VocabularyLoss(torch.autograd.Function):
         total, right, z_total = (torch.zeros((), dtype=wide, device=x_NH.device) for _ in range(3))
         needs_grad = any(ctx.needs_input_grad[:3])
         dx = torch.empty_like(x_NH) if needs_grad else None
-        dmatrix = torch.zeros_like(matrix_VH) if needs_grad else None
+        # Chunks are added up in fp32 also where the matrix is not: FSDP2 gathers it in the compute type.
+        summed = torch.promote_types(matrix_VH.dtype, torch.float32)
+        dmatrix = torch.zeros_like(matrix_VH, dtype=summed) if needs_grad else None
         dbias = torch.zeros(rows, dtype=wide, device=x_NH.device) if needs_grad and bias_V is not None else None
         compiled = shard.compiled and not softcap
         chunk_loss = _compiled_chunk_loss if compiled else _chunk_loss
@@ -105,8 +107,8 @@ class VocabularyLoss(torch.autograd.Function):
                 else:
                     dmatrix += dlogits.T @ x
             del logits, dlogits  # the next chunk takes this one's memory
-        if needs_grad:
-            ctx.save_for_backward(dx, dmatrix, dbias)
+        if dmatrix is not None:
+            ctx.save_for_backward(dx, dmatrix.to(matrix_VH.dtype), dbias)
         ctx.mark_non_differentiable(right, z_total)
         return total, right, z_total
 
