@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
+import tempfile
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from holdfast.train.supervisor import RankProgress, Supervisor
+from holdfast.train.supervisor import RankProgress, Supervisor, _remove_left_folders
 
 
 @pytest.mark.parametrize("arguments", [(), (30,)], ids=["torch 2.11", "with a timeout"])
@@ -33,3 +35,15 @@ def test_memory_that_cannot_be_read_shows_no_step(tmp_path):
     progress = RankProgress(tmp_path / "run", str(memory))
     progress.watch({os.getpid()})
     assert not progress.made_a_step()
+
+
+def test_folders_of_killed_supervisors_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name in (f"{ended.pid}-left", f"{os.getpid()}-used", "of-an-older-version"):
+        (tmp_path / f"holdfast-ranks-{name}").mkdir()
+    _remove_left_folders()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"holdfast-ranks-{os.getpid()}-used", "holdfast-ranks-of-an-older-version"
+    ]  # fmt: skip

@@ -6,6 +6,7 @@ all ranks again, up to `max_restarts` times: forked from a process that has impo
 (`rank_log`); the supervisor shows its end when the rank fails.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -48,6 +49,7 @@ from holdfast.train.run_folder.result import describe_end
 from holdfast.train.standby import Spares
 from holdfast.train.timeline import now_text
 
+WORK_PREFIX = "holdfast-ranks-"
 MONITOR_SECONDS = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh failed")
@@ -86,7 +88,8 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
         host, port = LOCAL_HOST, store.port
     logs.mkdir(parents=True, exist_ok=True)
     events = BufferedJournal(folder / "events.jsonl") if folder else None
-    with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as work:
+    _remove_left_folders()
+    with tempfile.TemporaryDirectory(prefix=f"{WORK_PREFIX}{os.getpid()}-") as work:
         resolved = Path(work) / "config.toml"
         publish_text(resolved, config_to_toml(config))
         _set_environment(config, logs)
@@ -111,6 +114,15 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
     del store
     if result.is_failed():
         raise HoldfastError(supervisor.refusal or _describe_failures(supervisor.causes, logs))
+
+
+def _remove_left_folders() -> None:
+    """Removes the folders of this user's supervisors that were killed: their name holds the process."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{WORK_PREFIX}*-*"):
+        process = folder.name.removeprefix(WORK_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if process.isdecimal() and not Path("/proc", process).exists() and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _raise_on_signals() -> None:

@@ -167,6 +167,11 @@ def test_equal_data_by_another_path_is_the_same_run(work, tmp_path, monkeypatch)
     assert read_config(work / "run" / "config.toml").data.data_path == (str(tmp_path / "moved"),)
     with pytest.raises(HoldfastError, match="holds another run: packing was 'concatenate' and is 'best-fit'"):
         start(replace(config, data=replace(given(str(tmp_path / "moved")).data, packing="best-fit")))
+    written = (work / "run" / "config.toml").read_text()
+    with pytest.raises(HoldfastError, match="holds another run: optimizer was 'adam' and is 'muon', whose state"):
+        start(replace(given(str(tmp_path / "moved")), optimizer=replace(config.optimizer, optimizer="muon")))
+    assert (work / "run" / "config.toml").read_text() == written  # it still describes the run that is there
+    start(replace(given(str(tmp_path / "moved")), optimizer=replace(config.optimizer, optimizer="lamb")))
     with pytest.raises(HoldfastError, match="holds another run: data_path was .* other data"):
         preprocess([work / "corpus.jsonl"], work / "other", vocab_file=work / "tokenizer/vocab.json",
                    merge_file=work / "tokenizer/merges.txt", workers=1)  # fmt: skip

@@ -93,6 +93,9 @@ def differences(folder: Path, old: Config, new: Config) -> list[str]:
         for key in keys or vars(before):
             if getattr(before, key) != getattr(after, key):
                 found.append(f"{key} was {getattr(before, key)!r} and is {getattr(after, key)!r}")
+    before, after = old.optimizer.optimizer, new.optimizer.optimizer
+    if (before == "muon") != (after == "muon"):  # Adam and LAMB have the same state
+        found.append(f"optimizer was {before!r} and is {after!r}, whose state is another one")
     return [*found, *_other_data(folder, old, new), *_other_tokenizer(folder, old, new)]
 
 
