@@ -31,7 +31,7 @@ def _place(tensor, batch, head, batch_stride, head_stride, token_stride, T: tl.c
 
 @triton.jit
 def _short_attention(
-    q, k, v, bias, out, lse, tokens, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, bias_stride,
+    q, k, v, bias, out, lse, tokens, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, rb, rh, rt, bias_stride,
     BIASED: tl.constexpr, CAUSAL: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(0), tl.program_id(1)
@@ -54,7 +54,7 @@ def _short_attention(
     weights = tl.exp2((scores - highest[:, None]) * LOG2_E)
     total = tl.maximum(tl.sum(weights, 1), 1e-30)
     result = tl.dot(weights.to(value.dtype), value) / total[:, None]
-    tl.store(_place(out, batch, head, ob, oh, ot, T, D), result.to(out.dtype.element_ty), mask=inside)
+    tl.store(_place(out, batch, head, rb, rh, rt, T, D), result.to(out.dtype.element_ty), mask=inside)
     at = (batch * tl.num_programs(0) + head).to(tl.int64) * tokens + token
     tl.store(lse + at, highest + tl.log(total), mask=token < tokens)
 
