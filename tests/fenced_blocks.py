@@ -28,12 +28,13 @@ def run_blocks(page: Path, folder: Path, **variables: str) -> None:
     _run(["bash", "-euxo", "pipefail", "-c", script], folder, PATH=path, **variables)
 
 
-def run_python_blocks(page: Path, folder: Path, before: str = "") -> None:
-    """Runs all python blocks as one program; `before` defines what they use and do not define."""
-    _run([sys.executable, "-c", "\n".join([before, *python_blocks(page)])], folder)
+def run_python_blocks(page: Path, folder: Path, before: str = "", **variables: str) -> str:
+    """Runs all python blocks as one program; `before` defines what they use and do not define. Returns what it prints."""
+    return _run([sys.executable, "-c", "\n".join([before, *python_blocks(page)])], folder, **variables)
 
 
-def _run(command: list[str], folder: Path, **variables: str) -> None:
+def _run(command: list[str], folder: Path, **variables: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout

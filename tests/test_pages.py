@@ -4,12 +4,16 @@ The blocks of data.md are run by tests/data/test_data_page.py.
 """
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast import convert, preprocess
+from holdfast.assets.catalog import file_specs
 from holdfast.tokenizers.training import train_tokenizer
+from tests.cached_files import put_into_cache
 from tests.fenced_blocks import ROOT, bash_blocks, python_blocks, run_blocks, run_python_blocks
 from tests.test_guides import jsonl, prepare_bert, shrink_config, texts
 
@@ -72,6 +76,32 @@ def test_the_blocks_of_the_bert_page_run(tmp_path):
     assert (tmp_path / "classifier" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_client_of_the_serve_page_gets_a_text(folder, tmp_path):
+    page = tmp_path / "serve.md"
+    command = [sys.executable, "-m", "holdfast", "serve", "runs/first", "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = server.stdout.readline().strip()
+            page.write_text((DOCS / "serve.md").read_text().replace("http://127.0.0.1:8000", address))
+            assert page.read_text().count(f"{address}/v1") == 1
+            assert run_python_blocks(page, folder)
+        finally:
+            server.terminate()
+    assert server.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_fetch_page_run(folder, tmp_path):
+    """The files are in the cache, so that no network is needed."""
+    cache = tmp_path / "cache"
+    put_into_cache(cache, "gpt2", {"vocab": b"{}", "merges": b""})
+    for url in ("https://example.org/corpus.jsonl.xz", "https://example.org/vocab.txt"):
+        put_into_cache(cache, url, dict.fromkeys(file_specs(url), b"text"))
+    run_python_blocks(DOCS / "fetch.md", folder, HOLDFAST_CACHE=str(cache))
+
+
 def test_every_page_with_blocks_is_run():
     with_blocks = {page.stem for page in DOCS.glob("*.md") if bash_blocks(page) or python_blocks(page)}
-    assert with_blocks == {*PAGES, "bert", "data", "training", "tutorial"}
+    assert with_blocks == {*PAGES, "bert", "data", "fetch", "serve", "training", "tutorial"}
