@@ -63,7 +63,7 @@ def test_fused_layers_round_no_more_than_plain_ones(config):
     assert error(narrow) < 0.25  # scaled by the pass before
 
 
-@pytest.mark.skipif(not activation_products.installed(), reason="needs the extra cuda")
+@pytest.mark.skipif(not activation_products.usable(), reason="needs the extra cuda")
 def test_layers_with_the_kernels_of_the_extra_round_no_more_than_plain_ones():
     wanted = gradients(build(GPT2, torch.float32))
     plain, fused = build(GPT2, torch.bfloat16), build(GPT2, torch.bfloat16, fused=True)
@@ -78,7 +78,7 @@ def test_layers_with_the_kernels_of_the_extra_round_no_more_than_plain_ones():
 
 @pytest.mark.parametrize("backend", ["flash", "flash4"])
 def test_fused_layers_attend_inside_documents(backend):
-    if backend == "flash4" and not activation_products.installed():
+    if backend == "flash4" and not activation_products.usable():
         pytest.skip("needs the extra cuda")
     documents = (torch.arange(1024, device="cuda") // 100).expand(2, -1)
     wanted = gradients(build(GPT2, torch.float32), documents_BT=documents)

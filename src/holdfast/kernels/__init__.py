@@ -5,6 +5,7 @@ function takes and returns tensors. Column sums are accumulated in a fixed order
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 
 
@@ -12,3 +13,13 @@ import importlib.util
 def available() -> bool:
     """Whether Triton is installed (it comes with torch's CUDA builds)."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def installed(package: str) -> bool:
+    """Whether an optional package, by the name that pip knows, is installed."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

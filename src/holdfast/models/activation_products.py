@@ -6,16 +6,14 @@ gradient.
 Shapes: N tokens, H hidden, F columns of the MLP.
 """
 
-import functools
-import importlib.metadata
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from holdfast.kernels.timing import kernel_milliseconds
-from holdfast.models.attention_backends import TOLERANCE, relative_error
+from holdfast.kernels import installed
+from holdfast.kernels.trials import agree, kernel_milliseconds
 from holdfast.system.progress import log
 
 PACKAGE = "quack-kernels"
@@ -23,13 +21,8 @@ GELU = "gelu_tanh_approx"
 SEPARATE, QUACK = "separate", "quack"
 
 
-@functools.cache
-def installed() -> bool:
-    try:
-        importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def usable() -> bool:
+    return installed(PACKAGE)
 
 
 def linear_gelu(x_NH: Tensor, weight_FH: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -72,7 +65,7 @@ def milliseconds(rows: int, hidden: int, ffn: int, dtype: torch.dtype, device: t
     wanted = separate()
     found = {SEPARATE: kernel_milliseconds(separate)}
     try:
-        if all(relative_error(one, right) < TOLERANCE for one, right in zip(together(), wanted, strict=True)):
+        if agree(together(), wanted):
             found[QUACK] = kernel_milliseconds(together)
         else:
             log("products with GELU by quack are not used: their results differ from torch's")

@@ -6,21 +6,17 @@ gathered there afterwards. `milliseconds` measures all that take a shape.
 Shapes: B batch, H query heads, G key and value heads, T tokens, D head width, C columns of the fused q/k/v projection.
 """
 
-import functools
-import importlib.metadata
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.timing import kernel_milliseconds
+from holdfast.kernels import installed
+from holdfast.kernels.trials import agree, kernel_milliseconds
 from holdfast.models import attention_kernels as kernels
 from holdfast.models.attention_kernels import Asked, Attended, Heads, Places
 from holdfast.system.progress import log
-
-TOLERANCE = 0.05
-"""Relative error of a backend beside another one: about five times what bf16 rounds."""
 
 
 class Backend(NamedTuple):
@@ -124,17 +120,8 @@ def _takes(name: str, tokens: int, queries: int, head: int, asked: Asked, device
         and (name != "short" or (queries == 1 and takes(tokens, head, asked.bias)))
         and (backend.takes_bias or asked.bias is None)
         and (backend.takes_segments or asked.segments is None)
-        and (not backend.package or _installed(backend.package))
+        and (not backend.package or installed(backend.package))
     )
-
-
-@functools.cache
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def candidates(shape: tuple[int, int, int, int], groups: int, asked: Asked, device: torch.device) -> list[str]:
@@ -157,13 +144,11 @@ def milliseconds(
     for name in candidates(shape, groups, asked, device):
         try:
             results, found[name] = _measure(name, qkv, queries, head, asked)
-        except (
-            Exception
-        ) as error:  # of another kind for each library: it does not take this shape, or not on this device
+        except Exception as error:  # each library has its own: it does not take this shape, or not on this device
             log(f"attention by {name} is not used: {' '.join(str(error).split())[:200] or type(error).__name__}")
             continue
         wanted = wanted or results
-        if any(relative_error(result, right) > TOLERANCE for result, right in zip(results, wanted, strict=True)):
+        if not agree(results, wanted):
             log(f"attention by {name} is not used: its results differ from torch's")
             del found[name]
     return found
@@ -185,7 +170,3 @@ def _measure(name: str, qkv: Tensor, queries: int, head: int, asked: Asked) -> t
         return [made.out, buffer.view_as(qkv)]
 
     return run(), kernel_milliseconds(run)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())

@@ -61,7 +61,7 @@ def _choose_attention(config: Config, layers: Sequence[Any], grid: Grid, dtype: 
 def _choose_mlp(config: Config, layers: Sequence[Any], grid: Grid, dtype: torch.dtype) -> None:
     """GELU in the products' epilogue, where the package for that is installed and the layers have such a GELU."""
     mlp, wanted = layers[0].mlp, config.train.mlp_backend
-    usable = activation_products.installed() and not mlp.gated and mlp.approximate == "tanh"
+    usable = activation_products.usable() and not mlp.gated and mlp.approximate == "tanh"
     if wanted == "auto" and (not usable or config.train.deterministic):
         return
     rows = config.train.micro_batch_size * config.data.seq_length

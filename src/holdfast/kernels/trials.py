@@ -1,10 +1,13 @@
-"""How long work takes on a GPU."""
+"""Kernels that compute the same are compared: their results, and how long they take on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 REPLAYS = 3
+TOLERANCE = 0.05
+"""Relative error of a result beside another one: about five times what bf16 rounds."""
 
 
 def milliseconds(action: Callable[[], object]) -> float:
@@ -26,3 +29,12 @@ def kernel_milliseconds(action: Callable[[], object]) -> float:
         action()
     graph.replay()
     return min(milliseconds(graph.replay) for _ in range(REPLAYS))
+
+
+def agree(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Whether the tensors are equal within the rounding of a 16-bit compute type."""
+    return all(relative_error(one, right) <= TOLERANCE for one, right in zip(found, wanted, strict=True))
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
