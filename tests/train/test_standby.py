@@ -132,6 +132,27 @@ def test_when_a_rank_fails_the_others_are_killed_at_once_and_not_reported(tmp_pa
     assert not any(start_time(process) for process in processes.values())
 
 
+@pytest.mark.parametrize("dies", [True, False], ids=["a rank that dies", "a rank that hangs"])
+def test_the_rank_that_broke_a_connection_is_the_cause_even_if_it_ends_later(tmp_path, dies):
+    """A killed process closes its connections before its parent can see its end."""
+    script = (
+        "import os, signal, sys, time\nfrom pathlib import Path\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    Path(os.environ['TORCHELASTIC_ERROR_FILE']).write_text('{\"message\": \"Connection closed by peer\"}')\n"
+        "    sys.exit(1)\n"
+        f"time.sleep({0.3 if dies else 600})\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    shared = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0"}
+    environments = {rank: {"RANK": str(rank), **shared} for rank in range(2)}
+    ranks = RankProcesses((sys.executable, "-c", script), environments, DefaultLogsSpecs(log_dir=str(tmp_path)))
+    ranks.start()
+    result = None
+    while result is None:
+        ranks.wait_for_end(1.0)
+        result = ranks.wait(0)
+    assert {rank: failure.exitcode for rank, failure in result.failures.items()} == ({0: -9, 1: 1} if dies else {1: 1})
+
+
 def test_a_spare_that_cannot_be_started_is_reported_and_tried_again_later(tmp_path, capsys):
     """As when there is no memory or no process left: the ranks go on."""
     spares = Spares([str(tmp_path / "missing")], 2, tmp_path)

@@ -1,7 +1,8 @@
 """The processes of this node's ranks, as torchelastic's agent polls and ends them.
 
 The invariant: when a rank fails, the others are killed at once. They wait for the dead one in a collective, where a rank
-handles no signal, and their state is in the snapshots.
+handles no signal, and their state is in the snapshots. Only if all that ended so far lost a connection, the rank that broke it
+gets a moment to end: it is the cause, and a process may take longer to die than others to notice.
 """
 
 import json
@@ -21,6 +22,10 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from holdfast.train.forked_ranks import ForkedProcess, ForkServer
 from holdfast.train.standby import Spares
 from holdfast.train.timeline import FAILED_AT, STARTED_AT, now_text
+
+CAUSE_SECONDS = 1.0
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh failed")
+"""What a rank reports that only lost its connection to the one that failed."""
 
 
 class StartedProcess(SubprocessHandler):
@@ -81,9 +86,26 @@ class RankProcesses(SubprocessContext):
         """Ends the ranks. torchelastic gives no signal when it closes the group because a rank failed."""
         if death_sig is None:
             death_sig = signal.SIGKILL
+            self._wait_for_cause()
             self._killed = [rank for rank, one in self.subprocess_handlers.items() if one.proc.poll() is None]
         super().close(death_sig, timeout)
         self._remove_torn_files()
+
+    def _wait_for_cause(self) -> None:
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            ended = [rank for rank, one in self.subprocess_handlers.items() if one.proc.poll() is not None]
+            failed = [rank for rank in ended if self.subprocess_handlers[rank].proc.returncode]
+            if len(ended) == len(self.subprocess_handlers) or not failed or not all(map(self._lost_peer, failed)):
+                return
+            self.wait_for_end(left)
+
+    def _lost_peer(self, rank: int) -> bool:
+        try:
+            content = Path(self.error_files[rank]).read_text(errors="replace")
+        except OSError:
+            return False
+        return any(sign in content for sign in LOST_PEER)
 
     def _remove_torn_files(self) -> None:
         for rank, handler in self.subprocess_handlers.items():

@@ -43,7 +43,7 @@ from holdfast.train.flight_records import FOLDER as FLIGHT
 from holdfast.train.flight_records import describe_records, ranks_text, record_environment, remove_if_empty
 from holdfast.train.forked_ranks import ForkServer
 from holdfast.train.rank_log import FOLDER_VARIABLE, last_lines, rank_log
-from holdfast.train.rank_processes import RankProcesses, rank_environments
+from holdfast.train.rank_processes import LOST_PEER, RankProcesses, rank_environments
 from holdfast.train.rendezvous import LOCAL_HOST, endpoint_of, serve_one_node, wait_for_nodes
 from holdfast.train.run_folder.result import describe_end
 from holdfast.train.standby import Spares
@@ -52,7 +52,6 @@ from holdfast.train.timeline import now_text
 WORK_PREFIX = "holdfast-ranks-"
 MONITOR_SECONDS = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh failed")
 
 
 def run_ranks(config: Config) -> None:
