@@ -20,8 +20,8 @@ def explore_ranks(rules: ranks.Rules, world: int = 2, **budget: int) -> Explored
     )
 
 
-def explore_claims(locked: bool = True, checks_again: bool = True) -> Explored:
-    return explore(files.Claims(), partial(files.claims, locked=locked, checks_again=checks_again), files.claims_hold)
+def explore_claims(locked: bool = True, compares: str = "claims") -> Explored:
+    return explore(files.Claims(), partial(files.claims, locked=locked, compares=compares), files.claims_hold)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_more_steps_and_ranks():
 
 
 def test_claims_of_the_memory():
-    assert_sound(explore_claims(), 8)
+    assert_sound(explore_claims(), 30)
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
@@ -93,7 +93,8 @@ MUTATIONS = {
         "is not on disk",
     ),
     "check, then claim without a lock": (partial(explore_claims, locked=False), "two starts own"),
-    "freed without a second look": (partial(explore_claims, checks_again=False), "of a living run was freed"),
+    "freed without a second look": (partial(explore_claims, compares="nothing"), "of a living run was freed"),
+    "freed after a look at the owner alone": (partial(explore_claims, compares="owner"), "a step that is not on disk"),
 }
 
 

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -135,6 +136,28 @@ def _raise_on_signals() -> None:
             signal.signal(number, stop)
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Handles signals after the block: one that comes while processes are started would lose those started so far.
+
+    The processes inherit the mask and unblock the signals. The mask alone is not enough: Python runs a handler in the main
+    thread even if another thread got the signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    handlers = {name: signal.signal(name, lambda number, _: held.append(number)) for name in SIGNALS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)
+
+
 def _set_environment(config: Config, logs: Path) -> None:
     """Environment variables that the ranks inherit."""
     os.environ["HOLDFAST_SUPERVISED"] = "1"
@@ -213,19 +236,21 @@ class Supervisor(LocalElasticAgent):
         )
         self._events, self._logs, self._progress = events, logs, progress
         self._spares, self._fork_server = spares, fork_server
-        if fork_server:
-            fork_server.start()
         self.refusal: str | None = None
         self.causes: list[str] = []
         self._failed_at: str | None = None
         self._run = events.path.parent if events else None
 
+    def _invoke_run(self, *role: str) -> RunResult:
+        if self._fork_server:  # it imports while the nodes meet
+            with _signals_held():
+                self._fork_server.start()
+        return super()._invoke_run(*role)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._fork_server:
             self._fork_server.wait_until_ready()
-        # A signal between two starts would lose the ranks started so far. Ranks inherit the mask and unblock the signals.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
+        with _signals_held():
             spec, restart = worker_group.spec, worker_group.spec.max_restarts - self._remaining_restarts
             environments = rank_environments(worker_group, restart, self._failed_at)
             self._keep_records(environments, restart)
@@ -236,8 +261,6 @@ class Supervisor(LocalElasticAgent):
             if self._progress:
                 self._progress.watch(set(pids.values()))
             return pids
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _keep_records(self, environments: dict[int, dict[str, str]], restart: int) -> None:
         """Has torch write flight records of this start into the run folder."""
@@ -275,7 +298,8 @@ class Supervisor(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY and self._made_a_step():
             for helper in (self._spares, self._fork_server):
                 if helper:
-                    helper.keep()
+                    with _signals_held():
+                        helper.keep()
         if result.state == WorkerState.FAILED:
             self._failed_at = self._failed_at or now_text()
             self._record(result.failures)

@@ -313,6 +313,22 @@ def test_a_keeper_that_does_not_know_its_ranks_leaves_a_living_one_its_memory(ru
     wait_for(lambda: not run_memory.path.exists(), "the folder to go")
 
 
+def test_memory_that_was_claimed_again_is_not_freed(run, monkeypatch):
+    """By a process that died before the keeper looked again: its newest step may not be on disk."""
+    run_memory = place_of(run)
+    run_memory.make()
+    page = RankStatus(run_memory.path / status_page_name(0))
+    page.claim()
+    page["status"] = FINISHED
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    keeper = Keeper(run_memory, keeper_status(run_memory))
+    before = keeper._claims()
+    page.claim()
+    page["status"] = 0
+    assert not keeper._free(before) and run_memory.path.exists()
+    assert keeper._free(keeper._claims()) and not run_memory.path.exists()
+
+
 def test_a_save_requested_right_before_the_ranks_end_is_done_before_the_memory_is_freed(run, monkeypatch):
     """The request and FINISHED come after the keeper has read the requests of a round."""
     run.world, run.steps, run.pace = 1, 400, 0.01
@@ -347,7 +363,7 @@ def test_the_memory_is_freed_after_the_answer_to_persist_was_read(run, monkeypat
     keeper = Keeper(run_memory, keeper_status(run_memory))
     answer = run_memory.requests / "1-persist.answer.json"
     answer.touch()
-    freeing = threading.Thread(target=keeper._free)
+    freeing = threading.Thread(target=keeper._free, args=({},))
     freeing.start()
     time.sleep(0.3)
     assert answer.exists()

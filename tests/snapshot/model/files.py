@@ -1,8 +1,9 @@
 """Claims of a run's memory, and the retention of checkpoints, as models for the explorer.
 
-`claims`: two starts of one run and the keeper of an earlier one, which frees the memory. Each start reads the owner and then
-claims; the keeper finds all ranks gone and then removes the folder. With the lock these are one action each, after which a claim
-is checked again. Modelled as in `Snapshots._claim`, `Keeper._free` and `RunMemory.free`.
+`claims`: two starts of one run, which may die with a step that is only in memory, and the keeper of an earlier one, which frees
+the memory. Each start reads the owner and then claims; the keeper finds all ranks gone, writes what they left and removes the
+folder. With the lock a look and what follows from it are one action, after which the keeper compares how often the memory was
+claimed. Modelled as in `RankClaim`, `Keeper._has_ended`, `Keeper._free` and `RunMemory.free`.
 
 `checkpoints`: a run that writes steps, loses the content of any checkpoint to damage, and crashes. What may be removed is decided
 by the real `retain` on real folders; the content of a checkpoint is one file, present while it is sound.
@@ -24,28 +25,39 @@ class Claims(NamedTuple):
     exists: bool = True
     owner: int | None = None
     starts: tuple[str, ...] = ("begins", "begins")
-    """begins, saw none (the defect: it has looked and not claimed yet), owns, refused"""
+    """begins, saw none (the defect: it has looked and not claimed yet), owns, died, refused"""
+    claims: int = 0
+    written: bool = True
+    """Whether the newest step of ranks that died is on disk."""
     keeper: str = "watches"
-    """watches, saw none, done"""
+    """watches, saw none, wrote, done"""
+    seen: int = 0
+    """The claims when the keeper found no rank."""
 
 
-def claims(state: Claims, locked: bool, checks_again: bool) -> Iterator[tuple[str, Claims]]:
+def claims(state: Claims, locked: bool, compares: str) -> Iterator[tuple[str, Claims]]:
+    """`compares`: what the keeper looks at again before it frees: "claims", or as defects "owner" or "nothing"."""
+
     def start(index: int, phase: str) -> Claims:
         return state._replace(starts=(*state.starts[:index], phase, *state.starts[index + 1 :]))
 
     for index, phase in enumerate(state.starts):
-        claimed = start(index, "owns")._replace(owner=index, exists=True)
+        claimed = start(index, "owns")._replace(owner=index, exists=True, claims=state.claims + 1)
         if phase == "begins" and state.owner is not None:
             yield f"start {index} is refused", start(index, "refused")
         elif phase == "begins":
             yield f"start {index} finds no owner", claimed if locked else start(index, "saw none")
         elif phase == "saw none":
             yield f"start {index} claims", claimed
+        elif phase == "owns" and state.owner == index:
+            yield f"!start {index} dies after a step", start(index, "died")._replace(owner=None, written=False)
     if state.keeper == "watches" and state.owner is None:
-        yield "the keeper finds no rank", state._replace(keeper="saw none")
+        yield "the keeper finds no rank", state._replace(keeper="saw none", seen=state.claims)
     elif state.keeper == "saw none":
-        if checks_again and state.owner is not None:
-            yield "the keeper finds a new rank", state._replace(keeper="done")
+        yield "the keeper writes what is there", state._replace(keeper="wrote", written=state.owner is None)
+    elif state.keeper == "wrote":
+        if {"claims": state.claims != state.seen, "owner": state.owner is not None, "nothing": False}[compares]:
+            yield "the keeper leaves the memory", state._replace(keeper="watches")
         else:
             yield "the keeper frees the memory", state._replace(keeper="done", exists=False)
 
@@ -55,6 +67,8 @@ def claims_hold(state: Claims) -> str | None:
         return "two starts own one memory"
     if "owns" in state.starts and not state.exists:
         return "the memory of a living run was freed"
+    if "died" in state.starts and not state.exists and not state.written:
+        return "the memory was freed with a step that is not on disk"
     return None
 
 

@@ -149,6 +149,7 @@ class Keeper:
     def _has_ended(self, pages: dict[int, RankStatus]) -> bool:
         """The memory is freed when all ranks have ended, or a while after all died and were saved, or when the run has no rank:
         the trainer that started this keeper may have died before it claimed its status page."""
+        claims = self._claims()
         if any(page.owner_alive() for page in (pages or self._run_memory.pages()).values()):
             self._dead_since = None
             return False
@@ -160,7 +161,7 @@ class Keeper:
         if self._saves and not ending:
             return False
         if pages and statuses <= {FINISHED, STOPPED}:
-            return self._saves.write_last() and self._free()
+            return self._saves.write_last() and self._free(claims)
         self._dead_since = self._dead_since or time.monotonic()
         if ending:
             deadline = time.monotonic() + ENDING_SECONDS
@@ -168,16 +169,20 @@ class Keeper:
                 time.sleep(ROUND_SECONDS)
             return True
         if time.monotonic() - self._dead_since > self._settings.get("linger_seconds", LINGER_SECONDS):
-            return self._saves.write_last() and self._free()
+            return self._saves.write_last() and self._free(claims)
         return False
 
-    def _free(self) -> bool:
-        """Removes the memory, unless a new start of the run has claimed it, once the answers to `persist` are read."""
+    def _claims(self) -> dict[int, int]:
+        return {rank: page["claims"] for rank, page in self._run_memory.pages().items()}
+
+    def _free(self, claims: dict[int, int]) -> bool:
+        """Removes the memory once the answers to `persist` are read. Does not where ranks have claimed it since `claims`, even
+        if they are dead again: their newest step may not be on disk."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while any(self._run_memory.requests.glob("*.answer.json")) and time.monotonic() < deadline:
             time.sleep(ROUND_SECONDS)
         with self._run_memory.locked():
-            if any(page.owner_alive() for page in self._run_memory.pages().values()):
+            if self._claims() != claims:
                 return False
             self._close_replicator()
             self._saves.agreement.close()

@@ -1,6 +1,7 @@
 """A rank's status page: one shared page of words that shows whether the rank is alive, how far it is and what it is asked.
 
-`committed` survives a restart: a run that ever had a step common to all ranks must not start at step 0 by itself.
+`committed` survives a restart: a run that ever had a step common to all ranks must not start at step 0 by itself. So does
+`claims`, the number of processes that have owned the page.
 
 The invariant: every field has one writer (the rank; `stop_at`, `plan_at` and `interval` the first rank of the node; `shipped`
 the keeper, after the rank has cleared it), is one aligned 64-bit word that is loaded and stored whole, and is always valid.
@@ -26,7 +27,7 @@ _NAMES = (
     "plan_requested plan_at committed"
 ).split()
 _HELD = [f"held_{slot}" for slot in range(SLOT_WORDS)]
-_FIELDS = {name: index for index, name in enumerate([*_NAMES, *_HELD, "interval_wanted", "interval"])}
+_FIELDS = {name: index for index, name in enumerate([*_NAMES, *_HELD, "interval_wanted", "interval", "claims"])}
 _ERROR_TEXT, _ERROR_BYTES = 1024, 2048
 
 
@@ -76,7 +77,8 @@ class RankStatus:
         return step in self.held() or not passed
 
     def claim(self) -> None:
-        """Makes this process the owner of the page."""
+        """Makes this process the owner of the page. The caller holds the memory's lock."""
+        self["claims"] += 1
         self["status"] = 0
         for name in (
             "stop_requested",
