@@ -133,13 +133,18 @@ class EngineThread:
                 return None
 
     def _serve(self, engine: SlotEngine) -> None:
-        while self._follow_commands(engine):
-            news = [(*self._running[emission.id], emission) for emission in engine.step()]
-            for _, _, emission in news:
-                if emission.finish_reason is not None:
-                    del self._running[emission.id]
-            if news:
-                self._call_loop(partial(self._spread, news))
+        # A full collection visits every object of torch and stops all streams meanwhile: those that are there now are left out.
+        gc.freeze()
+        try:
+            while self._follow_commands(engine):
+                news = [(*self._running[emission.id], emission) for emission in engine.step()]
+                for _, _, emission in news:
+                    if emission.finish_reason is not None:
+                        del self._running[emission.id]
+                if news:
+                    self._call_loop(partial(self._spread, news))
+        finally:
+            gc.unfreeze()
 
     def _follow_commands(self, engine: SlotEngine) -> bool:
         """Executes the commands that have arrived; waits for one if the engine has no work. False: stop."""
