@@ -14,12 +14,9 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import platformdirs
@@ -47,12 +44,12 @@ from holdfast.train.rank_log import FOLDER_VARIABLE, last_lines, rank_log
 from holdfast.train.rank_processes import LOST_PEER, RankProcesses, rank_environments
 from holdfast.train.rendezvous import LOCAL_HOST, endpoint_of, serve_one_node, wait_for_nodes
 from holdfast.train.run_folder.result import describe_end
+from holdfast.train.signals import SIGNALS, raise_on_signals, signals_held
 from holdfast.train.standby import Spares
 from holdfast.train.timeline import now_text
 
 WORK_PREFIX = "holdfast-ranks-"
 MONITOR_SECONDS = 0.1
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def run_ranks(config: Config) -> None:
@@ -103,7 +100,7 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
         progress = RankProgress(folder, config.snapshot.snapshot_dir) if folder else None
         supervisor = Supervisor(_spec(config, resolved, host, port), work, events, logs, progress, spares, fork_server)
         try:
-            _raise_on_signals()
+            raise_on_signals()
             result = supervisor.run()
         except SignalException as stopped:
             where = f"; the same command continues from {folder}" if folder else "; nothing was kept (no --save)"
@@ -123,39 +120,6 @@ def _remove_left_folders() -> None:
         with contextlib.suppress(OSError):
             if process.isdecimal() and not Path("/proc", process).exists() and folder.stat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _raise_on_signals() -> None:
-    """As torchelastic does from the first start of the ranks on: the fork server, which starts before, may take a while."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
-
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            signal.signal(number, stop)
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Handles signals after the block: one that comes while processes are started would lose those started so far.
-
-    The processes inherit the mask and unblock the signals. The mask alone is not enough: Python runs a handler in the main
-    thread even if another thread got the signal."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    handlers = {name: signal.signal(name, lambda number, _: held.append(number)) for name in SIGNALS}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for name, handler in handlers.items():
-            signal.signal(name, handler)
-        for number in held[:1]:
-            signal.raise_signal(number)
 
 
 def _set_environment(config: Config, logs: Path) -> None:
@@ -243,14 +207,14 @@ class Supervisor(LocalElasticAgent):
 
     def _invoke_run(self, *role: str) -> RunResult:
         if self._fork_server:  # it imports while the nodes meet
-            with _signals_held():
+            with signals_held():
                 self._fork_server.start()
         return super()._invoke_run(*role)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._fork_server:
             self._fork_server.wait_until_ready()
-        with _signals_held():
+        with signals_held():
             spec, restart = worker_group.spec, worker_group.spec.max_restarts - self._remaining_restarts
             environments = rank_environments(worker_group, restart, self._failed_at)
             self._keep_records(environments, restart)
@@ -298,7 +262,7 @@ class Supervisor(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY and self._made_a_step():
             for helper in (self._spares, self._fork_server):
                 if helper:
-                    with _signals_held():
+                    with signals_held():
                         helper.keep()
         if result.state == WorkerState.FAILED:
             self._failed_at = self._failed_at or now_text()
