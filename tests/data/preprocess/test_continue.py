@@ -1,10 +1,12 @@
 """A run that stopped at a bad line goes on after the line is fixed or skipped, and gives the bytes of a fresh run."""
 
 import gzip
+import os
 import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -232,3 +234,57 @@ def test_what_comes_from_standard_input_is_never_taken_for_what_came_before(
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(prose(30, 7)))
     preprocess(tmp_path / "a.jsonl", tmp_path / "fresh", **small_bpe.arguments())  # type: ignore[arg-type]
     assert pair(tmp_path / "out_text_document") == pair(tmp_path / "fresh_text_document")
+
+
+@pytest.mark.parametrize("change", ["shrink", "grow", "replace"])
+def test_an_input_that_changes_while_it_is_read_ends_the_run(
+    tmp_path: Path, small_bpe: TokenizerFiles, change: str
+) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    lines = prose(300, 8)
+    source.write_bytes(b"\n".join(lines) + b"\n")
+    words = [sys.executable, "-m", "holdfast.cli", "preprocess", "--input", str(source), "-"]
+    words += ["--output-prefix", str(out), *small_bpe.flags(), "--append-eod"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stderr
+        deadline = time.monotonic() + 120
+        # The settings are written once the input is known; standard input keeps the run from its end.
+        while not (tmp_path / "out.preprocessing" / "settings.json").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        if change == "shrink":
+            os.truncate(source, len(b"\n".join(lines[:100])) + 1)
+        elif change == "grow":
+            with source.open("ab") as file:
+                file.write(b"\n".join(prose(5, 9)))
+        else:
+            (tmp_path / "new").write_bytes(b"\n".join(lines[::-1]) + b"\n")
+            (tmp_path / "new").replace(source)
+        process.stdin.write('{"text": "the end"}\n')
+        process.stdin.close()
+        message = process.stderr.read()
+    assert process.returncode == 1 and "a.jsonl has changed while it was read" in message
+    assert not list(tmp_path.glob("out_text_document.*")) and not (tmp_path / "out.json").exists()
+
+
+def test_what_was_read_of_an_input_before_it_changed_is_kept_if_it_is_still_true(
+    tmp_path: Path, small_bpe: TokenizerFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import holdfast.data.preprocess.build as building
+
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    lines = prose(200, 5)
+    source.write_bytes(b"\n".join(lines) + b"\n")
+    tokenize = building._tokenize
+
+    def change_at_the_end(*arguments: object) -> tuple[int, str]:
+        done = tokenize(*arguments)  # type: ignore[arg-type]
+        with source.open("ab") as file:
+            file.write(b"\n".join(prose(20, 6)) + b"\n")
+        return done
+
+    with monkeypatch.context() as patched, pytest.raises(HoldfastError, match="changed while it was read"):
+        patched.setattr(building, "_tokenize", change_at_the_end)
+        make(source, out, small_bpe)
+    assert make(source, out, small_bpe).documents == 220
+    assert_like_fresh(source, out, small_bpe)

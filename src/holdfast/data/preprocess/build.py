@@ -133,6 +133,7 @@ def build(task: DatasetBuild, pool: WorkerPool) -> Summary:
         if not task.options.overwrite and not workspace.state.complete:
             refuse_to_replace([path for output in task.outputs for path in pair_paths(output)])
         memory, engine = _tokenize(task, workspace, pool)
+        refuse_changed_input(task, settings)
         summary = _publish(task, settings, workspace, record, memory, engine)
         finished = True
         return summary
@@ -150,6 +151,22 @@ def _refuse_skipped_lines(task: DatasetBuild, workspace: Workspace) -> None:
     if workspace.state.bad:
         with (workspace.folder / "bad.jsonl").open("rb") as file:
             raise _bad_line_error(task, orjson.loads(file.readline()))
+
+
+def refuse_changed_input(task: DatasetBuild, settings: Mapping[str, Any]) -> None:
+    """Raises if an input is not the file any more that it was when the settings were read: it may have been read as neither."""
+    for file, before in zip(task.files, settings["inputs"], strict=True):
+        if file.path == "-":
+            continue
+        try:
+            now = identity(file)
+        except FileNotFoundError:
+            now = {}
+        if now != before or file.size != before["size"]:
+            raise HoldfastError(
+                f"{file.path} has changed while it was read; run the command again when nothing writes to it any more: "
+                "finished work on what has not changed is kept"
+            )
 
 
 def _bad_line_error(task: DatasetBuild, line: dict[str, Any]) -> HoldfastError:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.data.indexed import pair_paths
 from holdfast.data.merge import merge
-from holdfast.data.preprocess.build import DatasetBuild, build
+from holdfast.data.preprocess.build import DatasetBuild, build, refuse_changed_input
 from holdfast.data.preprocess.provenance import Summary, completed_summary, describe, refuse_to_replace
 from holdfast.data.preprocess.units import Partition
 from holdfast.data.preprocess.workers import WorkerPool
@@ -40,6 +40,7 @@ def _join(task: DatasetBuild, partitions: list[DatasetBuild], pool: WorkerPool) 
     started = time.monotonic()
     # A partition built from the same input is kept, also where the joined dataset is to be replaced.
     summaries = [completed_summary(one.record, one.settings()) or build(one, pool) for one in partitions]
+    refuse_changed_input(task, settings)
     publish_bytes(joining, b"")
     record.unlink(missing_ok=True)
     merged = [
