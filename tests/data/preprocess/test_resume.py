@@ -105,6 +105,28 @@ def test_what_is_done_is_not_done_again(
     assert pair(tmp_path / "out_text_document") == expected
 
 
+def test_a_killed_run_that_writes_into_the_folder_of_its_input_goes_on(
+    tmp_path: Path, small_bpe: TokenizerFiles, expected: tuple[bytes, bytes], source: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(source.read_bytes())
+    words = command(tmp_path / "in", tmp_path / "in/out", small_bpe)
+    process = start(words)
+    wait_for(lambda: has_state(tmp_path / "in/out.preprocessing/journal.jsonl"), process)
+    workers = descendants(process)
+    process.kill()
+    process.wait()
+    wait_gone(workers)
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "continuing after" in done.stderr
+    assert pair(tmp_path / "in/out_text_document") == expected
+
+
+def has_state(journal: Path) -> bool:
+    return journal.exists() and b'"state"' in journal.read_bytes()
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_control_c_and_sigterm_end_it_with_its_workers_and_no_final_name(
     tmp_path: Path,

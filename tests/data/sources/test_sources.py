@@ -167,6 +167,19 @@ def test_files_globs_and_folders_keep_the_order_of_their_names(
         assert pair(tmp_path / f"{name}_text_document") == expected, name
 
 
+def test_in_a_folder_what_holdfast_writes_is_no_input_and_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    for own in ("out.preprocessing", "out_text_document.index/gpt-train-1", "out.run/launch"):
+        (tmp_path / own).mkdir(parents=True)
+        (tmp_path / own / "records.jsonl").write_text('{"text": "not an input"}')
+    assert [file.path for file in find_inputs([tmp_path])] == [str(tmp_path / "a.jsonl")]
+    # The folder that is named is searched, whatever it is called.
+    assert len(find_inputs([tmp_path / "out.run"])) == 1
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(HoldfastError, match=r"b\.jsonl: No such file"):
+        find_inputs([tmp_path])
+
+
 @pytest.mark.parametrize("form", ["plain", "gz", "zst"])
 def test_standard_input(
     tmp_path: Path, small_bpe: TokenizerFiles, content: bytes, expected: tuple[bytes, bytes], form: str

@@ -21,6 +21,8 @@ INPUT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".xml", ".parquet")
 # The index file beside a multistream dump is not text.
 DUMP_INDEX_SUFFIX = "-multistream-index.txt"
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
+# Unfinished work of `preprocess`, indices of samples, and the files of launched jobs.
+OWN_FOLDER_SUFFIXES = (".preprocessing", ".index", ".run")
 HEAD_BYTES = 4096
 # From this many files on, that are compressed in one piece each, every worker reads a file of its own.
 SHARED_OUT_FROM = 8
@@ -44,7 +46,9 @@ def _expand(name: str) -> list[str]:
     if name == "-":
         return [name]
     if os.path.isdir(name):
-        found = sorted(str(path) for path in Path(name).rglob("*") if path.is_file() and _is_input(path))
+        # A link to a file that is gone is an input that cannot be read, and not one that is left out.
+        paths = [path for path in Path(name).rglob("*") if path.is_file() or (path.is_symlink() and not path.exists())]
+        found = sorted(str(path) for path in paths if _is_input(path) and not _in_own_folder(path.relative_to(name)))
         if not found:
             raise HoldfastError(
                 f"the folder {name} holds no input (.jsonl, .json, .txt, .xml, .parquet, plain or compressed)"
@@ -66,6 +70,11 @@ def _is_input(path: Path) -> bool:
     if not bare.endswith(INPUT_SUFFIXES):
         return False
     return not (name.endswith(".json") and read_provenance(path))
+
+
+def _in_own_folder(path: Path) -> bool:
+    """Whether a file is in a folder that Holdfast writes beside a dataset, which may be in the folder of the input."""
+    return any(folder.name.endswith(OWN_FOLDER_SUFFIXES) for folder in path.parents)
 
 
 def _uncompressed_name(name: str) -> str:
