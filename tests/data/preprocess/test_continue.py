@@ -207,6 +207,21 @@ def test_other_settings_are_still_refused(tmp_path: Path, small_bpe: TokenizerFi
         make(tmp_path / "b.jsonl", tmp_path / "out", small_bpe)
 
 
+def test_an_unfinished_run_whose_files_were_cut_short_is_refused_and_starts_over_on_request(
+    tmp_path: Path, small_bpe: TokenizerFiles
+) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(b"\n".join(lines_with_bad(200, 150)))
+    stop_at_bad_line(source, out, small_bpe)
+    os.truncate(tmp_path / "out.preprocessing" / "0.lengths", 4)
+    with pytest.raises(
+        HoldfastError, match=r"0\.lengths is shorter than the journal records; start over with --overwrite"
+    ):
+        make(source, out, small_bpe, on_bad_line="skip")
+    assert make(source, out, small_bpe, on_bad_line="skip", overwrite=True).documents == 200
+    assert_like_fresh(source, out, small_bpe, on_bad_line="skip")
+
+
 def test_what_comes_from_standard_input_is_never_taken_for_what_came_before(
     tmp_path: Path, small_bpe: TokenizerFiles
 ) -> None:

@@ -124,6 +124,10 @@ class Workspace:
         changed = sorted(name for name in {*before, *wanted} - {"unit_bytes"} if before.get(name) != wanted.get(name))
         if any(file["path"] == "-" for file in wanted["inputs"]):
             changed, overwrite = ["inputs"], True  # standard input cannot be read again
+        if short := self._short_file(history):
+            if not overwrite:
+                raise HoldfastError(f"{short} is shorter than the journal records; start over with --overwrite")
+            changed = [short.name]
         complete = bool(history.states) and history.states[-1].complete
         if not changed or (
             not overwrite and not complete and {*changed} <= {"inputs", "cuts"} and same_files(before, wanted)
@@ -168,24 +172,27 @@ class Workspace:
                 return False
         return True
 
+    def _short_file(self, history: History) -> Path | None:
+        """A file that holds less than the last state says, for example after a repair of the file system."""
+        for name, size in _sizes(history.states[-1]).items() if history.states else ():
+            path = self.folder / name
+            if path.exists():
+                if path.stat().st_size < size:
+                    return path
+            elif size and not history.states[-1].complete:
+                return path
+        return None
+
     def _open(self) -> None:
         """Opens the growing files, cut to the sizes of the state."""
-        self._files: list[tuple[int, int, int]] = []
-        for key, state in enumerate(self.state.keys):
-            sizes = (state.bytes, 4 * state.sequences, 8 * state.documents)
-            names = (f"{key}.bin", f"{key}.lengths", f"{key}.documents")
-            descriptors = [self._open_at(name, size) for name, size in zip(names, sizes, strict=True)]
-            self._files.append((descriptors[0], descriptors[1], descriptors[2]))
-        self._bad = self._open_at("bad.jsonl", self.state.bad_bytes)
+        opened = {name: self._open_at(name, size) for name, size in _sizes(self.state).items()}
+        *files, self._bad = opened.values()
+        self._files = list(zip(files[0::3], files[1::3], files[2::3], strict=True))
 
     def _open_at(self, name: str, size: int) -> int:
         if self.state.complete and not (self.folder / name).exists():
             return -1  # it already has its final name
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if os.fstat(descriptor).st_size < size:
-            raise HoldfastError(
-                f"{self.folder / name} is shorter than the journal records; start over with --overwrite"
-            )
         os.ftruncate(descriptor, size)
         os.lseek(descriptor, 0, os.SEEK_END)
         return descriptor
@@ -285,6 +292,14 @@ class Workspace:
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
+
+
+def _sizes(state: AppendState) -> dict[str, int]:
+    """The growing files and their sizes: three for each key, and the bad lines."""
+    sizes: dict[str, int] = {}
+    for key, one in enumerate(state.keys):
+        sizes |= {f"{key}.bin": one.bytes, f"{key}.lengths": 4 * one.sequences, f"{key}.documents": 8 * one.documents}
+    return {**sizes, "bad.jsonl": state.bad_bytes}
 
 
 def _mapped(path: Path, dtype: str, count: int) -> Any:
