@@ -13,7 +13,7 @@ from tests.data.conftest import TokenizerFiles
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bpe: TokenizerFiles) -> Path:
-    """Holds a.jsonl, an empty file, one that is not compressed, vocab.json, and the merges of two tokenizers."""
+    """Holds a.jsonl, out.bad.jsonl, an empty file, one that is not compressed, vocab.json, and the merges of two tokenizers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
     assert small_bpe.merge_file
@@ -22,6 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bpe: Tokenizer
     train_tokenizer(["quite other words, quite other merges"] * 9, tmp_path / "other", 290)
     Path("a.jsonl").write_text(json.dumps({"text": "some text"}))
     Path("empty.jsonl").touch()
+    Path("out.bad.jsonl").write_text(json.dumps({"text": "a line that was fixed"}))
     Path("b.jsonl.gz").write_text("never compressed")
     return tmp_path
 
@@ -37,6 +38,8 @@ MISTAKES = [
     ),
     (f"preprocess --output-prefix a.jsonl/out {FILES} --input a.jsonl", 1, "a.jsonl is not a folder"),
     (f"preprocess --output-prefix out/ {FILES} --input a.jsonl", 2, "--output-prefix out/ is a folder"),
+    (f"preprocess --output-prefix out {FILES} --input a.jsonl --json-keys a/b", 2, "cannot be empty or hold a slash"),
+    (f"preprocess --output-prefix out {FILES} --input out.bad.jsonl", 2, "choose another --output-prefix"),
     ("tokenizer train --input a.jsonl --vocab-size 300 --output-dir a.jsonl", 1, "a.jsonl is not a folder"),
     ("tokenizer train --input empty.jsonl --vocab-size 300 --output-dir new", 1, "no text to learn"),
     ("merge --input nothing --output-prefix out", 1, "nothing.idx does not exist"),

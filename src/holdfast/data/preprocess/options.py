@@ -85,6 +85,10 @@ class PreprocessOptions:
             )
         if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
             raise UsageError("--json-keys takes one or more different keys")
+        if any("/" in key or not key for key in self.json_keys):
+            raise UsageError(
+                "--json-keys: a key becomes part of the names of the files, so it cannot be empty or hold a slash"
+            )
         counts = (self.workers, self.partitions, self.log_interval)
         if any(count is not None and count < 1 for count in counts):
             raise UsageError("--workers, --partitions and --log-interval must be at least 1")

@@ -57,6 +57,11 @@ def run(options: PreprocessOptions) -> "Summary":
     if options.append_eod and recipe.eod is None:
         raise UsageError(f"--append-eod: this {options.tokenizer_type} has no end-of-document token")
     files = find_inputs(options.input, options.blank_line_documents)
+    bad_lines = Path(options.output_prefix + ".bad.jsonl").resolve()
+    if any(file.path != "-" and Path(file.path).resolve() == bad_lines for file in files):
+        raise UsageError(
+            f"{bad_lines} is an input, and the list of bad lines would replace it: choose another --output-prefix"
+        )
     engine = choose_engine(options.tokenizer_engine, recipe, files)
     with WorkerPool(min(options.worker_count, most_units(files))) as pool:
         # Slow to import: the workers load their own modules meanwhile.
