@@ -9,6 +9,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from holdfast.command_line.flags import parse
+from holdfast.data.preprocess.options import PreprocessOptions
 from holdfast.launch.kubernetes import (
     Manifest,
     TrainingPods,
@@ -245,6 +247,17 @@ def test_preprocessing_is_shared_out_and_merged_afterwards() -> None:
     partitions, merge = manifests[0]["spec"]["replicatedJobs"]
     assert (partitions["template"]["spec"]["completions"], partitions["template"]["spec"]["parallelism"]) == (8, 3)
     assert merge["dependsOn"] == [{"name": "partitions", "status": "Complete"}]
+
+
+def test_a_single_partition_is_made_by_the_job_that_joins() -> None:
+    command = ["preprocess", "--input", "/fsx/a.jsonl", "--output-prefix", "/fsx/out", "--vocab-file", "gpt2"]
+    (manifest,) = yaml.safe_load_all(to_yaml(preprocess_manifests(OPTIONS, "corpus", command, 1)))
+    check(manifest)
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert "dependsOn" not in job
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == command
+    parse(PreprocessOptions, "holdfast preprocess", container["args"][1:]).check()
 
 
 def test_paths_outside_the_volume_claims_are_refused() -> None:

@@ -196,6 +196,10 @@ def test_dask_workers_make_the_same_bytes(
     printed = run_holdfast("launch", "dask", "preprocess", *arguments)
     assert str(prefix) in printed
     assert dataset(prefix) == expected
+    whole = tmp_path / "whole" / "corpus"
+    at_once = ["--scheduler", dask_scheduler, "--nodes", "1", "--input", corpus, "--output-prefix", whole, *flags]
+    run_holdfast("launch", "dask", "preprocess", *at_once)
+    assert dataset(whole) == expected
 
 
 def test_a_scheduler_that_is_not_there_is_named(tmp_path: Path, text: tuple[Path, list[str | Path]]) -> None:

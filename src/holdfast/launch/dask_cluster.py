@@ -27,9 +27,11 @@ def run_partitions(scheduler: str, job: PreprocessingJob) -> str:
     if not client.scheduler_info()["workers"]:
         log(f"the Dask cluster at {scheduler} has no worker yet; waiting for one")
     try:
-        commands = [[*job.command, "--partition-index", str(index)] for index in range(job.partitions)]
+        # A single partition needs no part of its own: the join makes the dataset.
+        indices = range(job.partitions if job.partitions > 1 else 0)
+        commands = [[*job.command, "--partition-index", str(index)] for index in indices]
         futures = client.map(run_command, commands, pure=False, retries=RETRIES)
-        with progress("partitions", job.partitions, unit="partitions") as bar:
+        with progress("partitions", len(indices), unit="partitions") as bar:
             for future in as_completed(futures):
                 printed(future)
                 bar.advance()

@@ -170,7 +170,7 @@ def preprocess_manifests(
     arguments = [*command, "--partition-index", "$(PARTITION)"]
     template = pod(options, name, "preprocess", shell, arguments, {"PARTITION": COMPLETION_INDEX})
     merge = pod(options, name, "merge", shell, list(command), {})
-    jobs = [
+    jobs: list[Manifest] = [
         {
             "name": "partitions",
             "replicas": 1,
@@ -183,6 +183,8 @@ def preprocess_manifests(
             "template": {"spec": indexed(options, 1, merge)},
         },
     ]
+    if partitions == 1:  # the join makes the dataset
+        del jobs[0], jobs[0]["dependsOn"]
     spec = {"failurePolicy": {"maxRestarts": options.backoff_limit}, "replicatedJobs": jobs}
     return [manifest(options, JOBSET_API, "JobSet", name, spec=spec)]
 
