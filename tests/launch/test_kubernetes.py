@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,9 @@ import yaml
 from holdfast.command_line.flags import parse
 from holdfast.data.preprocess.options import PreprocessOptions
 from holdfast.launch.kubernetes import (
+    LONGEST_JOBSET,
+    LONGEST_NAME,
+    LONGEST_PREPROCESSING,
     Manifest,
     TrainingPods,
     check_options,
@@ -260,6 +264,90 @@ def test_a_single_partition_is_made_by_the_job_that_joins() -> None:
     parse(PreprocessOptions, "holdfast preprocess", container["args"][1:]).check()
 
 
+# What the core schema of YAML 1.2 reads as a number (section 10.3.2), and what the library of kubectl reads as a truth value.
+NUMBERS = [
+    r"[-+]?[0-9]+",
+    r"0o[0-7]+",
+    r"0x[0-9a-fA-F]+",
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+    "[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF|true|True|TRUE|false|False|FALSE",
+]
+ODD_VALUES = [
+    *(
+        "1e-4",
+        "1E5",
+        "1234e5",
+        "08",
+        "0o17",
+        "0X1F",
+        "0B1",
+        "+.5e3",
+        "1_0e3",
+        "12",
+        "0x1f",
+        "y",
+        "N",
+        "yes",
+        "No",
+        "on",
+    ),
+    *(
+        "null",
+        "~",
+        "",
+        " ",
+        "12:30",
+        "2024-01-01",
+        "{{ x }}",
+        "a: b",
+        "- a",
+        "#a",
+        "%a",
+        "@a",
+        "*a",
+        "&a",
+        "!a",
+        "|",
+        ">",
+    ),
+    *("it's", 'a "b"', "a\\b", "é", "two\nlines", "trailing \n", "\t", "=", "<<", ".inf", "-.INF", ".nan", "?", ": "),
+]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_a_text_stays_a_text_whatever_a_reader_takes_for_a_number(value: str) -> None:
+    options = replace(OPTIONS, env=(f"NAME={value}",), node_selector=(f"rev={value}",))
+    text = to_yaml(preprocess_manifests(options, "corpus", ["preprocess", "--lang", value], 1))
+    spec = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert spec["nodeSelector"] == {"rev": value}
+    assert spec["containers"][0]["env"] == [{"name": "NAME", "value": value}]
+    assert spec["containers"][0]["args"][-1] == value
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.ScalarToken) and token.plain and token.value == value:
+            assert not any(re.fullmatch(pattern, value) for pattern in NUMBERS)
+
+
+@pytest.mark.parametrize("value", ["$(HOME)", "a$$b", "$$(HOME)", "a$b", "$", "$$", "100$ (a)", "$(", "$$$(A)"])
+def test_a_dollar_of_the_user_reaches_the_container_unchanged(value: str) -> None:
+    options = replace(OPTIONS, env=(f"NAME={value}",))
+    (manifest,) = preprocess_manifests(options, "corpus", ["preprocess", "--input", value], 2)
+    for job in manifest["spec"]["replicatedJobs"]:
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        assert expanded(container["args"][2]) == value
+        assert [expanded(one["value"]) for one in container["env"] if one["name"] == "NAME"] == [value]
+
+
+def expanded(text: str) -> str:
+    """As Kubernetes expands it (third_party/forked/golang/expansion), where every variable is set to `value`."""
+    return re.sub(r"\$(?:\$|\((?P<name>[^)]*)\))", lambda found: "$" if found[0] == "$$" else "value", text)
+
+
+@pytest.mark.parametrize("pvc", [("a:/x", "b:/x/"), ("a:/dev/shm",), ("a:/etc/holdfast/",), ("a:/x:ro",)])
+def test_a_claim_has_a_path_of_its_own(pvc: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match="a path of its own"):
+        check_options(replace(OPTIONS, pvc=pvc), {})
+
+
 def test_paths_outside_the_volume_claims_are_refused() -> None:
     check_options(OPTIONS, {"save": "/fsx/run", "data_path 1": "/fsx/data/corpus_text_document"})
     with pytest.raises(UsageError, match="/scratch/run is not on a volume claim"):
@@ -272,14 +360,27 @@ def test_paths_outside_the_volume_claims_are_refused() -> None:
     ("text", "name"),
     [
         ("GPT 345M (run)", "gpt-345m-run"),
-        ("a" * 80, "a" * 50),
+        ("a" * 50, "a" * 50),
         ("345m", "run-345m"),
         ("2026-11-15", "run-2026-11-15"),
-        ("9" * 80, "run-" + "9" * 46),
+        ("9" * 46, "run-" + "9" * 46),
     ],
 )
 def test_names_become_what_kubernetes_takes(text: str, name: str) -> None:
     assert object_name(text) == name
+
+
+def test_long_names_stay_different_and_leave_room_for_what_pods_append() -> None:
+    runs = [f"llama-3-8b-lr-3e-4-wd-0.1-warmup-2000-batch-1024-seed-{seed}" for seed in range(3)]
+    assert len({object_name(run) for run in runs}) == 3
+    assert all(len(object_name(run)) == 50 for run in runs)
+    names = {kind: max(runs, key=len) for kind in KINDS}
+    for kind, run in names.items():
+        name = object_name(run, LONGEST_JOBSET if kind in ("jobset", "trainjob") else LONGEST_NAME)
+        # JobSet refuses a job of which a pod's name, with its random ending, has more than 63 characters.
+        ending = "-node-0-99999-abcde" if kind in ("jobset", "trainjob") else "-worker-9999"
+        assert len(name + ending) <= 63
+    assert len(object_name(runs[0], LONGEST_PREPROCESSING) + "-partitions-0-9999-abcde") <= 63
 
 
 def test_a_name_without_letters_and_digits_is_refused() -> None:

@@ -137,7 +137,8 @@ def kubernetes_train(options: KubernetesOptions, arguments: Sequence[str]) -> No
 
     job = training_job(arguments, options.nodes, options.gpus_per_node, shared_files=False)
     kubernetes.check_options(options, job.paths())
-    name = kubernetes.object_name(options.name or job.run.name)
+    longest = kubernetes.LONGEST_JOBSET if options.kind in ("jobset", "trainjob") else kubernetes.LONGEST_NAME
+    name = kubernetes.object_name(options.name or job.run.name, longest)
     shm = options.shm or f"{-(-job.snapshot_bytes() // 2**30) + 1}Gi"
     pods = kubernetes.TrainingPods(options, name, config_to_toml(job.config), job.nproc_per_node, shm, job.flags)
     print_or_apply(options, kubernetes.train_manifests(pods))
@@ -149,7 +150,7 @@ def kubernetes_preprocess(options: KubernetesOptions, arguments: Sequence[str]) 
 
     job = preprocessing_job(arguments, options.nodes, shared_files=False)
     kubernetes.check_options(options, job.paths)
-    name = kubernetes.object_name(options.name or Path(job.output_prefix).name)
+    name = kubernetes.object_name(options.name or Path(job.output_prefix).name, kubernetes.LONGEST_PREPROCESSING)
     print_or_apply(options, kubernetes.preprocess_manifests(options, name, job.command, job.partitions))
 
 

@@ -5,6 +5,7 @@ and /dev/shm is a memory volume of the pod, which outlives a container. Only a l
 The nodes of a job find each other by names that are known before the pods exist, so the rendezvous needs no etcd.
 """
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -23,6 +24,12 @@ CONFIG_FOLDER = "/etc/holdfast"
 PORT = 29500
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+NOT_PLAIN = re.compile(r"[-+]?[0-9._]+(e[-+]?[0-9_]+)?|[-+]?0[xob][0-9a-f_]+|[yn]", re.IGNORECASE)
+"""Texts that kubectl reads as a number or a truth value where they are not quoted, and PyYAML does not."""
+LONGEST_NAME, LONGEST_JOBSET, LONGEST_PREPROCESSING = 50, 44, 38
+"""Characters of a name: pods append up to five digits, those of a JobSet also the name of its job and five letters, and a host
+name has 63 characters."""
+RESERVED_PATHS = (CONFIG_FOLDER, "/dev/shm")
 GRACE_SECONDS = 300
 """Time that a drain or preemption leaves the run to persist its state."""
 COMPLETION_INDEX = {
@@ -165,6 +172,7 @@ def preprocess_manifests(
     """A JobSet: an indexed job makes the partitions, and a second job joins them when all are complete."""
     if options.kind in ("pytorchjob", "trainjob"):
         raise UsageError(f"--kind {options.kind} is for training; preprocessing is a JobSet")
+    command = [literal(word) for word in command]
     # To Kubernetes, a run that skipped bad lines as asked must not look like a failure.
     shell = ["/bin/sh", "-c", f'holdfast "$@" || [ $? -eq {SKIPPED_LINES} ]', "holdfast"]
     arguments = [*command, "--partition-index", "$(PARTITION)"]
@@ -228,7 +236,7 @@ def pod(
 ) -> Manifest:
     """The pod template: one container with the volume claims of the job."""
     variables = [{"name": key, **value} for key, value in environment.items()]
-    variables += [{"name": key, "value": value} for key, value in name_value_pairs("--env", options.env)]
+    variables += [{"name": key, "value": literal(value)} for key, value in name_value_pairs("--env", options.env)]
     claims = [(volume, claim, path) for volume, (claim, path) in volumes_of(options).items()]
     spec: Manifest = {
         "name": container,
@@ -253,6 +261,11 @@ def pod(
     return {"metadata": {"labels": labels(name)}, "spec": whole}
 
 
+def literal(text: str) -> str:
+    """A text for an argument or a variable of a container, where $(NAME) is a reference to a variable and $$ is one dollar."""
+    return text.replace("$", "$$") if "$(" in text or "$$" in text else text
+
+
 def resources(options: KubernetesOptions) -> Manifest:
     amounts = {
         "cpu": options.cpus,
@@ -265,14 +278,17 @@ def resources(options: KubernetesOptions) -> Manifest:
 
 
 def claim_paths(options: KubernetesOptions) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for pair in options.pvc:
         claim, colon, path = pair.partition(":")
         if not colon or not path.startswith("/") or not all(LABEL.fullmatch(part) for part in claim.split(".")):
             raise UsageError(f"--pvc '{pair}' is not CLAIM:/PATH")
+        mount = str(PurePosixPath(path))
+        if mount in RESERVED_PATHS or mount in found.values() or ":" in mount:
+            raise UsageError(f"--pvc '{pair}': {mount} is taken or holds a colon; mount the claim at a path of its own")
         if claim in found:
             raise UsageError(f"--pvc names the claim {claim} twice; a claim is mounted at one path")
-        found[claim] = path
+        found[claim] = mount
     return found
 
 
@@ -298,15 +314,20 @@ def check_options(options: KubernetesOptions, paths: dict[str, str]) -> None:
             )
 
 
-def object_name(text: str) -> str:
-    """A valid name for objects, services and hosts: it starts with a letter (RFC 1035)."""
+def object_name(text: str, longest: int = LONGEST_NAME) -> str:
+    """A valid name for objects, services and hosts: it starts with a letter (RFC 1035).
+
+    A name that is cut ends in a digest of the whole: the jobs of two runs must not be one object.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not name:
         raise UsageError(f"'{text}' has no letter or digit to name the Kubernetes job by; give --name")
     if not name[0].isalpha():
         name = f"run-{name}"
-    # pods append an index of up to five digits, and a host name has 63 characters
-    return name[:50].strip("-")
+    if len(name) <= longest:
+        return name
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{name[: longest - 9].strip('-')}-{digest}"
 
 
 def to_yaml(manifests: Sequence[Manifest]) -> str:
@@ -319,7 +340,8 @@ def to_yaml(manifests: Sequence[Manifest]) -> str:
             return True
 
     def text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+        style = "|" if "\n" in data else "'" if NOT_PLAIN.fullmatch(data) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
     Readable.add_representer(str, text)
     return yaml.dump_all(manifests, Dumper=Readable, sort_keys=False, width=120)
