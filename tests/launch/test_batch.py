@@ -11,7 +11,7 @@ from holdfast.launch.batch_scripts import launch_folder, preprocess_scripts, tra
 from holdfast.launch.containers import with_container
 from holdfast.launch.options import SlurmOptions
 from holdfast.system.errors import UsageError
-from tests.launch.conftest import Lab
+from tests.launch.conftest import Lab, read_json_lines
 from tests.launch.jobs import preprocessing, training
 
 EVERY_FLAG = SlurmOptions(
@@ -69,6 +69,7 @@ def test_a_requeued_job_keeps_its_output_and_is_warned_before_the_limit(tmp_path
         (SlurmOptions(env=("$(reboot)=1",)), "is not a valid variable name"),
         (SlurmOptions(sbatch=("mail me",)), "#SBATCH"),
         (SlurmOptions(sbatch=("--comment=x\nrm -rf /",)), "#SBATCH"),
+        (SlurmOptions(env=("é=1",)), "is not a valid variable name"),
         (SlurmOptions(array="0-3"), "preprocess"),
     ],
 )
@@ -92,6 +93,34 @@ def test_slurm_accepts_every_file_with_every_flag(lab: Lab, shared: Path) -> Non
             path = write(run, name, text)
             asked = lab.run("sbatch", "--test-only", path, check=False)
             assert asked.returncode == 0, asked.stderr
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("name", ["it's", 'say "a"', "50%j 100%%", "été #1", "$HOME `id`", "x,y:z=1"])
+def test_a_job_of_an_odd_name_has_its_name_and_writes_where_logs_look(lab: Lab, shared: Path, name: str) -> None:
+    job = preprocessing(shared / name, ["--version"], 1)
+    options = SlurmOptions(partition="short", sbatch=(f"--comment={name}",))
+    (script,) = preprocess_scripts(options, job).values()
+    number = lab.run("sbatch", "--parsable", write(job.run, "merge.sbatch", script), cwd=shared).stdout.strip()
+    lab.wait_for_end(number)
+    assert (launch_folder(job.run) / f"slurm-{number}.out").read_text().startswith("holdfast")
+    shown = lab.run("squeue", "-h", "--states=all", "-j", number, "-o", "%j|%k").stdout
+    assert shown == f"holdfast-{job.run.name}|{name}\n"
+
+
+def test_the_record_of_a_run_with_quotes_in_its_name_is_json(tmp_path: Path) -> None:
+    run = tmp_path / 'say "a"'
+    launch_folder(run).mkdir(parents=True)
+    text = train_script(SlurmOptions(), training(run))
+    functions = text[text.index("RUN=") : text.index("made_progress()")]
+    subprocess.run(["bash", "-c", f'{functions}\nrecord stopped "resume $RUN"'], check=True, env={"SLURM_JOB_ID": "7"})
+    (record,) = read_json_lines(launch_folder(run) / "jobs.jsonl")
+    assert (record["job"], record["detail"]) == ("7", f"resume {run}")
+
+
+def test_a_backslash_in_the_run_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds a backslash"):
+        train_script(SlurmOptions(), training(tmp_path / "a\\b"))
 
 
 def test_an_image_in_the_working_folder_gets_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def header(
         "reservation": options.reservation,
         "dependency": options.dependency,
         "array": array,
-        "output": launch_folder(run) / f"slurm-{output}.out",
+        "output": f"{output_folder(run)}/slurm-{output}.out",
     }
     lines = [f"--{name}={value}" for name, value in values.items() if value is not None]
     lines += ["--exclusive"] * options.exclusive
@@ -117,10 +117,23 @@ def header(
     return ["#!/bin/bash", *(f"#SBATCH {quoted(line)}" for line in lines)]
 
 
+def output_folder(run: Path) -> str:
+    """The folder of the output as Slurm reads a file name: %% is a percent sign, and a backslash ends all replacements."""
+    folder = str(launch_folder(run))
+    if "\\" in folder:
+        raise UsageError(
+            f"{run} holds a backslash, which Slurm takes out of the name of the output: choose another folder"
+        )
+    return folder.replace("%", "%%")
+
+
 def quoted(line: str) -> str:
-    """The option as sbatch reads it: a value with a space or # is in double quotes."""
+    """The option as sbatch reads it: a value with special characters is in double quotes."""
     name, equals, value = line.partition("=")
-    return f'{name}="{value}"' if equals and any(c in value for c in " #") else line
+    if not equals or not any(character in value for character in " \t#\"'\\"):
+        return line
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}="{escaped}"'
 
 
 def setup(options: SlurmOptions) -> list[str]:
@@ -128,7 +141,7 @@ def setup(options: SlurmOptions) -> list[str]:
     lines = [f"module load {shlex.quote(module)}" for module in options.modules]
     lines += options.prolog
     for name, value in name_value_pairs("--env", options.env):
-        if not name.isidentifier():
+        if not (name.isascii() and name.isidentifier()):
             raise UsageError(f"--env {name}={value}: {name} is not a valid variable name")
         lines.append(f"export {name}={shlex.quote(value)}")
     return lines

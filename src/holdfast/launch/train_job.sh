@@ -6,7 +6,7 @@ RESTARTS=${SLURM_RESTART_COUNT:-0}
 record() { # event, detail: prints a line, and appends a record for `holdfast launch status`
   echo "holdfast: job $SLURM_JOB_ID: $1: $2"
   printf '{"time":%s,"event":"%s","job":"%s","restart":%s,"detail":"%s"}\n' \
-    "$(date +%s)" "$1" "$SLURM_JOB_ID" "$RESTARTS" "$2" >> "$RUN/launch/jobs.jsonl"
+    "$(date +%s)" "$1" "$SLURM_JOB_ID" "$RESTARTS" "${2//\"/\\\"}" >> "$RUN/launch/jobs.jsonl"
 }
 made_progress() { [ "$RUN/metrics.jsonl" -nt "$RUN/launch/.started" ]; } # an iteration since this start
 finished() { # the run ended, and at its last step
