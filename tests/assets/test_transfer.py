@@ -96,6 +96,20 @@ def test_a_file_that_changes_between_two_pieces_is_fetched_again(server):
     assert [one.status for one in server.requests] == [200, 200]
 
 
+def test_a_file_that_changes_at_a_server_that_ignores_if_range_is_fetched_again(server):
+    new = some_bytes(len(CONTENT), seed=1)
+
+    def change(handler, page):
+        handler.serve(page, stop_after=300_000)
+        page.content, page.etag = new, '"v2"'
+        # The condition of the next request names the old file, and the server takes no notice.
+        page.script.append(lambda later, page: (later.seen.headers.pop("if-range"), later.serve(page)))
+
+    url = server.put("/file", CONTENT, script=[change])
+    assert fetch(url).read_bytes() == new
+    assert [one.status for one in server.requests] == [200, 206, 200]
+
+
 def test_without_etag_pieces_are_joined_only_under_a_known_checksum(server):
     url = server.put("/unknown", CONTENT, etag=None, script=[stops_after(400_000)])
     assert fetch(url).read_bytes() == CONTENT

@@ -118,7 +118,9 @@ class Transfer:
             part.clear()
             raise SourceError(f"the file has {stream.length} bytes, not {size}")
         if resume and stream.offset:
-            if stream.offset != part.size or part.state.length not in (None, stream.length):
+            # Some servers ignore If-Range: the answer then names another validator.
+            changed = resume.validator and stream.validator and stream.validator != resume.validator
+            if changed or stream.offset != part.size or part.state.length not in (None, stream.length):
                 raise NotResumable
             part.stitch()
         else:
