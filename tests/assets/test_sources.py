@@ -45,6 +45,18 @@ def test_an_unknown_scheme_is_wrong_usage(cache):
 HUB = "/org/repo/resolve/main/sub/vocab.json"
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://a@[b/x", "http://127.0.0.1:9/\udcff", "http://h:x:y]/"])
+def test_a_url_that_is_none_is_wrong_usage(cache, url):
+    with pytest.raises(UsageError, match="not a valid URL"):
+        fetch(url)
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/%00x", "http://xn--a/x", "http://127.0.0.1:abc/x"])
+def test_a_url_that_no_file_can_have_is_an_error_of_one_line(cache, url):
+    with pytest.raises(HoldfastError, match="^cannot fetch"):
+        fetch(url)
+
+
 def fetch_from_hub(server, url: str) -> subprocess.CompletedProcess:
     """In a process of its own: huggingface_hub reads its endpoint when it is imported."""
     environment = {**os.environ, "HF_ENDPOINT": server.url(""), "HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}

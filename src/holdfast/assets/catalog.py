@@ -5,6 +5,7 @@ A checksum is listed only if the owner of the original published it; the others 
 
 import difflib
 import os
+import urllib.parse
 from dataclasses import dataclass, field
 
 from holdfast.system.errors import UsageError
@@ -125,6 +126,11 @@ def file_specs(text: str) -> dict[str, FileSpec]:
         scheme = text.partition("://")[0].lower()
         if scheme not in SCHEMES:
             raise UsageError(f"cannot fetch {text}: the scheme '{scheme}' is none of {', '.join(SCHEMES)}")
+        try:
+            urllib.parse.urlsplit(text).hostname  # noqa: B018
+            text.encode()
+        except ValueError as error:
+            raise UsageError(f"{text!r} is not a valid URL: {error}") from None
         # A URL that the catalog lists has a checksum and mirrors.
         listed = [spec for known in CATALOG.values() for spec in known.files.values() if spec.url == text]
         return {"file": listed[0] if listed else FileSpec(text)}

@@ -97,7 +97,7 @@ def open_http(url: str, resume: ResumePoint | None, time_left: float, headers: d
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             raise SourceError(f"its certificate is not trusted: {error}") from error
         raise TransientError(str(error) or type(error).__name__) from error
-    except (httpx.HTTPError, httpx.InvalidURL, ImportError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ImportError, UnicodeError) as error:  # UnicodeError: of a host's name
         raise SourceError(str(error) or type(error).__name__) from error
 
 
@@ -191,6 +191,8 @@ def open_file(url: str, resume: ResumePoint | None) -> Iterator[Stream]:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise SourceError(str(error.strerror)) from error
+    except ValueError as error:  # a zero byte
+        raise SourceError(str(error)) from error
     with open(descriptor, "rb") as file:
         validator = f"{status.st_mtime_ns}-{status.st_size}"
         offset = resume.offset if resume and resume.validator == validator else 0
