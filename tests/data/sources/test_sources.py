@@ -167,12 +167,15 @@ def test_files_globs_and_folders_keep_the_order_of_their_names(
         assert pair(tmp_path / f"{name}_text_document") == expected, name
 
 
-def test_in_a_folder_what_holdfast_writes_is_no_input_and_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+def test_in_a_folder_what_holdfast_writes_is_no_input_and_a_link_to_nothing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     for own in ("out.preprocessing", "out_text_document.index/gpt-train-1", "out.run/launch"):
         (tmp_path / own).mkdir(parents=True)
         (tmp_path / own / "records.jsonl").write_text('{"text": "not an input"}')
     assert [file.path for file in find_inputs([tmp_path])] == [str(tmp_path / "a.jsonl")]
+    assert capsys.readouterr().err.count("is left out: Holdfast writes folders of this name") == 3
     # The folder that is named is searched, whatever it is called.
     assert len(find_inputs([tmp_path / "out.run"])) == 1
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")

@@ -15,6 +15,7 @@ from holdfast.data.sources import InputFile
 from holdfast.data.sources.compressed import sniff
 from holdfast.data.sources.recognition import wrong_encoding
 from holdfast.system.errors import HoldfastError
+from holdfast.system.progress import log
 
 PARQUET_MAGIC = b"PAR1"
 INPUT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".xml", ".parquet")
@@ -48,7 +49,11 @@ def _expand(name: str) -> list[str]:
     if os.path.isdir(name):
         # A link to a file that is gone is an input that cannot be read, and not one that is left out.
         paths = [path for path in Path(name).rglob("*") if path.is_file() or (path.is_symlink() and not path.exists())]
-        found = sorted(str(path) for path in paths if _is_input(path) and not _in_own_folder(path.relative_to(name)))
+        texts = [path for path in paths if _is_input(path)]
+        own = {folder for path in texts if (folder := _own_folder(Path(name), path))}
+        for folder in sorted(own):  # said aloud: a folder of the user's may have such a name
+            log(f"{folder} is left out: Holdfast writes folders of this name; to read it, give it to --input by itself")
+        found = sorted(str(path) for path in texts if not _own_folder(Path(name), path))
         if not found:
             raise HoldfastError(
                 f"the folder {name} holds no input (.jsonl, .json, .txt, .xml, .parquet, plain or compressed)"
@@ -72,9 +77,11 @@ def _is_input(path: Path) -> bool:
     return not (name.endswith(".json") and read_provenance(path))
 
 
-def _in_own_folder(path: Path) -> bool:
-    """Whether a file is in a folder that Holdfast writes beside a dataset, which may be in the folder of the input."""
-    return any(folder.name.endswith(OWN_FOLDER_SUFFIXES) for folder in path.parents)
+def _own_folder(root: Path, path: Path) -> Path | None:
+    """The folder below `root` that holds the file and that Holdfast writes beside a dataset, by its name."""
+    return next(
+        (root / above for above in path.relative_to(root).parents if above.name.endswith(OWN_FOLDER_SUFFIXES)), None
+    )
 
 
 def _uncompressed_name(name: str) -> str:
