@@ -30,9 +30,11 @@ def test_one_rank_killed_while_its_slot_is_being_written(run, check):
     assert run.events("resumed")[0]["step"] == 4
 
 
-def test_a_step_that_one_rank_alone_has_done_is_not_counted_as_lost(run, check):
-    """Rank 1 dies in the backward pass of step 6, with half of step 5 copied; rank 0 alone ends step 6."""
-    run.slow_copy, run.steps = {1: 1.0}, 7
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_step_that_one_rank_alone_has_done_is_not_counted_as_lost(run, check, nodes):
+    """Rank 1 dies in the backward pass of step 6, with half of step 5 copied; rank 0 alone ends step 6. The node of rank 0 holds
+    all tensors of step 5, but not the random generators of rank 1."""
+    run.slow_copy, run.steps, run.nodes = {1: 1.0}, 7, nodes
     run.faults = [Fault("kill", rank=1, step=5, point="backward")]
     assert check(run) == 1
     (resumed,) = run.events("resumed")

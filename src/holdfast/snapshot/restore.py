@@ -122,12 +122,21 @@ def _list_checkpoints(context: RestoreContext) -> list[tuple[int, str]]:
 def _by_preference(
     candidates: Sequence[Candidate], on_disk: Sequence[tuple[int, str]], suspect: int | None
 ) -> list[tuple[int, Candidate | str]]:
-    """Newest first, memory before disk; a state suspected of leading to NaN only if there is no other."""
+    """Newest first, memory before disk; a state suspected of leading to NaN only if there is no other.
+
+    A step of which memory lacks the own state of a rank, which was killed before it held the step, comes after the newest of
+    which it lacks nothing: all ranks would go on, but with other random numbers.
+    """
     sources: list[tuple[int, Candidate | str]] = [(candidate.step, candidate) for candidate in candidates]
     sources += on_disk
+    whole = max((candidate.step for candidate in candidates if candidate.has_all_ranks()), default=None)
 
-    def preference(entry: tuple[int, Candidate | str]) -> tuple[bool, int, bool]:
-        return suspect is None or entry[0] < suspect, entry[0], isinstance(entry[1], Candidate)
+    def preference(entry: tuple[int, Candidate | str]) -> tuple[bool, int, bool, bool]:
+        step, source = entry
+        held = isinstance(source, Candidate)
+        complete = not isinstance(source, Candidate) or source.has_all_ranks()
+        age = step if complete or whole is None else min(step, whole)
+        return suspect is None or step < suspect, age, complete, held
 
     return sorted(sources, key=preference, reverse=True)
 

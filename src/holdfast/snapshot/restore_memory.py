@@ -49,6 +49,7 @@ class Location:
     file: str
     slot: int
     rank: int
+    world: int
     generation: int
     step: int
     sequence: int
@@ -74,6 +75,10 @@ class Candidate:
         """The first set of ranks that holds the whole state and is in memory."""
         complete = next((locations[0].complete for locations in self.locations.values()), [])
         return next((sorted(ranks) for ranks in complete if set(ranks) <= set(self.locations)), None)
+
+    def has_all_ranks(self) -> bool:
+        """Whether each rank's own state is in memory too: its random generators, and extra state that differs between ranks."""
+        return all(set(self.locations) >= set(range(at[0].world)) for at in self.locations.values())
 
     def without(self, keys: Collection[tuple[str, str, int]]) -> "Candidate":
         kept = {rank: [at for at in locations if at.key not in keys] for rank, locations in self.locations.items()}
@@ -144,7 +149,7 @@ def _list_slots(arena: Arena, node: str, peer: bool, on_damage: Callable[[str], 
         except DamagedError as error:
             on_damage(str(error))
             continue
-        slot = (arena.path.name, index, arena.rank, arena.generation, header.step, header.sequence)
+        slot = (arena.path.name, index, arena.rank, arena.world, arena.generation, header.step, header.sequence)
         found.append(Location(node, *slot, peer, complete))
     return found
 
