@@ -412,5 +412,9 @@ def shorten_waits(snapshots: Any) -> None:
     keeper_status.HUNG_SECONDS = keeper_client.FAILED_SAVE_SECONDS = 3.0
 
 
+def remove_memory(snapshots: Any) -> None:
+    shutil.rmtree(snapshots.run_memory.path.parent)
+
+
 def stop_keeper(snapshots: Any) -> None:
     os.kill(keeper_process(snapshots.run_memory), signal.SIGSTOP)

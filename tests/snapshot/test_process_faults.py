@@ -23,6 +23,21 @@ def test_one_rank_killed(run, check, point):
     assert [e["rank"] for e in run.events("failure")][:1] in ([1], [0])
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_memory_that_is_removed_under_a_run_is_made_again(run, check, nodes):
+    """By a clean-up after another job of this user, or at the end of a login."""
+    run.nodes, run.steps, run.save_every = nodes, 14, 5
+    run.faults = [
+        Fault("remove_memory", rank=1, step=5, point="saved"),
+        Fault("kill", rank=0, step=11, point="taken"),
+    ]
+    assert check(run) == 1
+    assert any(event["outcome"] == "lost" for event in run.events("snapshot"))
+    (resumed,) = run.events("resumed")
+    assert resumed["source"] in ("memory", "mixed") and resumed["step"] >= 9
+    assert {10, run.steps} <= {step for step, _ in checkpoints_in(run.folder)}
+
+
 def test_one_rank_killed_while_its_slot_is_being_written(run, check):
     run.slow_copy = {1: 0.3}
     run.faults = [Fault("kill while writing", rank=1, step=5, point="taken")]

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.checkpoint.state import State
+from holdfast.snapshot.attach import attach, attach_again
 from holdfast.snapshot.interval import SnapshotInterval
-from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.memory.copier import Copy
-from holdfast.snapshot.memory.run_memory import MEMORY, RunMemory, remove_stale, write_json
+from holdfast.snapshot.memory.run_memory import MEMORY, RunMemory
 from holdfast.snapshot.memory.slot_allocator import SlotAllocator
 from holdfast.snapshot.memory.small_state import Extra, SmallState, random_state
 from holdfast.snapshot.memory.tensor_watch import call_before_step
@@ -39,15 +39,14 @@ from holdfast.snapshot.nan_guard import NanGuard
 from holdfast.snapshot.ranks.rank_claim import claim_rank, record_fatal_errors
 from holdfast.snapshot.ranks.rank_group import Exchange, RankGroup
 from holdfast.snapshot.ranks.status_page import FINISHED, STOPPED, Phase
-from holdfast.snapshot.ranks.stop_signals import SAVE, STOP, StopSignals
+from holdfast.snapshot.ranks.stop_signals import StopSignals
 from holdfast.snapshot.restore import RestoreContext, restore, rewind
 from holdfast.snapshot.saves import Saves
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import BufferedJournal
 from holdfast.system.progress import log
 
-CLOSE_SECONDS = 600.0
-SLOW_COPY_SECONDS = 60.0
+CLOSE_SECONDS, SLOW_COPY_SECONDS = 600.0, 60.0
 SAVING, PLANNING = "save", "plan"
 
 
@@ -98,8 +97,9 @@ class Snapshots:
         self._exchange = Exchange()
         self._ready, self._step, self._unchecked_takes = -1, 0, 0
         self._stop_agreed = self._save_requested = self._skipping = False
+        self._settings = {"hang_seconds": hang_seconds, "kill_hung": kill_hung, "mode": mode}
         with self._refusal_recorded():
-            self._attach({"hang_seconds": hang_seconds, "kill_hung": kill_hung, "mode": mode}, journal)
+            self._attach(journal)
         self.allocator = SlotAllocator(self.state, self.rank_group, mode, self.page)
         retention, on_failure = (keep_last, keep_every), partial(self._report, "not saved")
         self._saves = Saves(self.rank_group, self.allocator, retention, on_failure)
@@ -107,24 +107,16 @@ class Snapshots:
         for optimizer in self.state.optimizers:
             call_before_step(optimizer, self._check_order)
 
-    def _attach(self, settings: dict[str, Any], journal: Callable[[Path], BufferedJournal]) -> None:
+    def _attach(self, journal: Callable[[Path], BufferedJournal]) -> None:
         """Claims this rank's status page and makes sure that the node has a keeper; refused if a live process owns the page."""
-        rank_group, run_memory = self.rank_group, self.run_memory
+        rank_group = self.rank_group
         self._journal: BufferedJournal | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         if rank_group.rank == 0:
             self._journal = journal(self.folder / "events.jsonl")
         self._claim = claim_rank(rank_group, self.folder)
         self.page, self.reached, self.interval.before = self._claim.page, self._claim.reached, self._claim.interval
-        if rank_group.first_on_node:
-            for request in (STOP, SAVE):
-                (run_memory.path / request).unlink(missing_ok=True)
-            nodes = {"nodes": rank_group.nodes, "here": rank_group.node_ranks}
-            write_json(run_memory.path / "settings.json", {**settings, **nodes})
-            for removed in remove_stale(run_memory.path.parent.parent, run_memory):
-                log(f"freed the memory of the run {removed}, which has ended")
-            start_keeper(run_memory)
-        rank_group.open_status_pages()
+        attach(rank_group, self._settings)
         record_fatal_errors(self.page)
         self.event("started", world=rank_group.world, nodes=len(set(rank_group.nodes)), restart=self.page["restarts"])
 
@@ -251,9 +243,18 @@ class Snapshots:
                 return
             self.rank_group.clear_plan_request()
             with self._refusal_recorded():
+                self._renew_removed_memory()
                 self.allocator.make_plan(self._small_state.size)
             if purpose == PLANNING:
                 return
+
+    def _renew_removed_memory(self) -> None:
+        """Makes the memory again if a clean-up, of another job for example, has removed its files. Collective."""
+        save_lost = attach_again(self.rank_group, self.allocator, self.page, self._settings)
+        if save_lost is not None:
+            self._saves.pending |= save_lost
+            self._note(max(0, self._ready), "lost", f"something removed {self.run_memory.path}; it is made again")
+            self._ready = -1
 
     def _hold(self, step: int) -> None:
         """Copies the state as it is, after `step` steps, unless this rank holds it or has no slot for it."""
@@ -383,7 +384,7 @@ class Snapshots:
             self._make_due_plan(PLANNING)
         elif changed:
             self.rank_group.request_plan()
-            self._report("skipped", step, "the tensors of this rank changed; all ranks agree on the new ones next")
+            self._report("skipped", step, "tensors or memory of this rank changed; all ranks agree on new ones next")
             return False
         return True
 

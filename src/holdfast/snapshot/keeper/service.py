@@ -62,9 +62,10 @@ class Keeper:
     def _end(self, *_: Any) -> None:
         self._saves.ending = True
 
-    def run(self) -> None:
+    def run(self, lock: int) -> None:
+        """Until the run has ended, or something removed its memory, which the ranks then make again, with a keeper of its own."""
         recovered = False
-        while self._run_memory.path.exists():
+        while os.fstat(lock).st_nlink:
             try:
                 if not recovered:
                     self._recover()
@@ -197,10 +198,10 @@ def main(path: str) -> None:
         sys.exit(f"the keeper cannot start: {error}")
     if opened is None:
         return
-    run_memory, status, _lock = opened
+    run_memory, status, lock = opened
     print(f"keeper {os.getpid()} keeps {run_memory.name}", flush=True)
     try:
-        Keeper(run_memory, status).run()
+        Keeper(run_memory, status).run(lock)
     except BaseException as error:
         status.set_error_text(f"{type(error).__name__}: {error}")
         raise

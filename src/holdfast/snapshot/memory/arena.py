@@ -204,6 +204,10 @@ class Arena:
             for why in (DISK, PEER):  # KEEPER is the keeper's own: it may be writing this step
                 self.pin(index, False, why)
 
+    def is_removed(self) -> bool:
+        """Whether the file has no name any more: this process still has the memory, and no other one finds it."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
     def close(self) -> None:
         """Closes the file; memory is unmapped when the last array on it is gone."""
         for slot in self._slots.values():

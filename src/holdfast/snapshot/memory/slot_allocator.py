@@ -59,14 +59,28 @@ class SlotAllocator:
         self._adopted = arena
 
     def changed(self) -> bool:
-        """Whether the tensors differ in number, shape or placement from those that all ranks agreed on: `make_plan` is needed."""
+        """Whether the tensors differ in number, shape or placement from those that all ranks agreed on, or something removed the
+        memory: `make_plan` is needed."""
         self._stale = self._watch is None or self._watch.replaced()
-        if self._watch is None or not self._stale:
-            return self._stale
+        if self._watch is None or self.memory_removed():
+            return True
+        if not self._stale:
+            return False
         try:
             return encode_held(item.held for item in self._state.items()) != self._held
         except HoldfastError:
             return True  # make_plan raises it, on all ranks
+
+    def memory_removed(self) -> bool:
+        return self.arena is not None and (self.arena.is_removed() or not self._page.path.exists())
+
+    def unmap_removed(self) -> None:
+        """Gives up memory that was removed, so that there is room for what the next plan makes."""
+        if self.arena is not None and self.memory_removed():
+            if self.copier is not None:
+                self.copier.close()
+            self.arena.close()
+            self.copier = self.arena = self._last = None
 
     def plain_numbers(self) -> dict[str, dict[str, Any]] | None:
         """The optimizer state that is a plain number, as `changed` found it; None if it is not known."""

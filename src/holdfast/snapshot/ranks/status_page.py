@@ -48,7 +48,10 @@ class RankStatus:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
+        self._open()
+
+    def _open(self) -> None:
+        descriptor = open_private(self.path, os.O_RDWR | os.O_CREAT)
         try:
             # Reserved: on a full file system a store into a page that is not there yet ends the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, PAGE)
@@ -56,6 +59,12 @@ class RankStatus:
         finally:
             os.close(descriptor)
         self._words = memoryview(self._map).cast("q")
+
+    def renew(self) -> None:
+        """Gives the page a file of the same content again, after something removed it."""
+        content = bytes(self._map)
+        self._open()
+        self._map[:] = content
 
     def __getitem__(self, name: str) -> int:
         return self._words[_FIELDS[name]]
