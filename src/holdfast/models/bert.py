@@ -221,6 +221,6 @@ class BERT(nn.Module):
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits of the true vocabulary for every token, and the scores of the binary head."""
-        vocabulary = self.lm_head(hidden) @ self.output_matrix().to(hidden.dtype).T
-        vocabulary = (vocabulary + self.output_layer.bias.to(hidden.dtype))[..., : self.vocab_size]
+        matrix, bias = self.output_matrix().to(hidden.dtype), self.output_layer.bias.to(hidden.dtype)
+        vocabulary = F.linear(self.lm_head(hidden), matrix, bias)[..., : self.vocab_size]
         return vocabulary, None if self.config.bert_no_binary_head else self.binary_head(self.pooler(hidden))

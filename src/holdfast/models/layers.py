@@ -50,8 +50,8 @@ class RMSNorm(nn.RMSNorm):
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         assert self.eps is not None
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.plus_one:  # as Gemma rounds it: after the product
-            return (normed * (self.weight + 1).to(wide.dtype)).to(x.dtype)
+        if self.plus_one:  # as Gemma rounds it: once, after the product
+            return (normed * (self.weight.to(wide.dtype) + 1)).to(x.dtype)
         return normed.to(x.dtype) * self.weight.to(x.dtype)
 
 
@@ -208,8 +208,10 @@ class TransformerLayer(nn.Module):
             x_BTH = x_BTH + attended
         result = self.mlp(self.pre_mlp_layernorm(x_BTH))
         result = self.post_mlp_layernorm(result) if self.post_norm else result
-        out: Tensor = x_BTH + self.hidden_dropout(result, second)
-        return out + attended if self.parallel_residual else out
+        result = self.hidden_dropout(result, second)
+        # in transformers' order, which decides how 16-bit sums are rounded
+        out: Tensor = result + attended + x_BTH if self.parallel_residual else x_BTH + result
+        return out
 
 
 class Embedding(nn.Module):
@@ -240,10 +242,10 @@ class Embedding(nn.Module):
         x = self.word_embeddings(tokens_BT)
         if self.multiplier is not None:  # rounded to the type of the weights, as transformers does
             x = x * torch.tensor(self.multiplier, dtype=x.dtype).item()
+        if types_BT is not None:  # before the positions, as transformers rounds 16-bit sums
+            x = x + self.tokentype_embeddings(types_BT)
         if hasattr(self, "position_embeddings"):
             x = x + self.position_embeddings(positions_BT)
-        if types_BT is not None:
-            x = x + self.tokentype_embeddings(types_BT)
         x = x.to(dtype)
         if hasattr(self, "layernorm"):
             x = self.layernorm(x)
