@@ -197,7 +197,8 @@ def belonging_tokenizer(source: Model, path: Path, given: Mapping[str, str | Non
     names = choose_tokenizer(source.tokenizer, source.architecture.model_type, **given)
     if not names:
         raise HoldfastError(
-            f"{path} names no tokenizer: give --vocab-file and --merge-file, or --tokenizer-model (and --tokenizer-type)"
+            f"{path} names no tokenizer: give --vocab-file and --merge-file, or --tokenizer-model (and --tokenizer-type); "
+            "vocabulary files with added tokens need a tokenizer.json"
         )
     tokenizer = Tokenizer(recipe_of(names))
     rows = source.architecture.vocab_size or source.architecture.padded_vocab_size

@@ -8,19 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from holdfast import convert, generate
 from holdfast.cli import run
 from holdfast.config import Config, DataConfig, TrainConfig, read_config
+from holdfast.conversion.huggingface.read import tokenizer_in
+from holdfast.conversion.huggingface.tokenizer_files import check_size
 from holdfast.conversion.train_load import loads_other_format
 from holdfast.generation.loading import load_model
 from holdfast.system.errors import HoldfastError
+from holdfast.tokenizers import Tokenizer as AnyTokenizer
+from holdfast.tokenizers.folder import recipe_of
 from holdfast.train.checks.preflight import resolve
 from holdfast.train.run_folder.identity import read_run_config
 from tests.conversion.holdfast_runs import GPT2_TINY, LLAMA_TINY, VOCABULARY, build_gpt, write_run
 from tests.conversion.test_holdfast_checkpoint import byte_level_tokenizer
 from tests.corpus import write_dataset
+from tests.generation.conftest import write_bert
 
 TEXTS = ["the quick brown fox jumps over the lazy dog and other words, such as these ones"] * 3
 
@@ -198,3 +204,63 @@ def test_training_starts_from_a_megatron_folder(gpt2, tmp_path):
     with open_checkpoint(tmp_path / "run") as after, open_checkpoint(gpt2[0]) as before:
         for name in ("model.embedding.word_embeddings.weight", "model.decoder.final_layernorm.weight"):
             assert (after.tensor(name)[:VOCABULARY] == before.tensor(name)[:VOCABULARY]).all(), name
+
+
+def saved_with_more_tokens(folder, kind):
+    """A model and its tokenizer as transformers 4 saves them: vocabulary files, and a tokenizer.json that has more tokens."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    if kind == "gpt2":
+        vocab, merges = byte_level_tokenizer(folder)
+        Path(vocab).rename(folder / "vocab.json")
+        Path(merges).rename(folder / "merges.txt")
+        (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    else:
+        write_bert(folder, "bert")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.add_tokens(["Hellothere"])
+    tokenizer.save_pretrained(folder)
+    if kind == "gpt2":
+        torch.manual_seed(1)
+        sizes = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    return tokenizer
+
+
+def test_tokens_that_were_added_to_a_gpt2_tokenizer_are_read_and_written(tmp_path):
+    theirs = saved_with_more_tokens(tmp_path / "hf", "gpt2")
+    text = "<|im_start|>the Hellothere fox<|im_end|>"
+    for folder in (tmp_path / "hf", convert(tmp_path / "hf", tmp_path / "run", to="holdfast", verify=True)):
+        loaded = load_model(folder)
+        assert loaded.encode(text) == theirs.encode(text) and loaded.model.vocab_size == len(theirs)
+        assert loaded.tokenizer.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
+
+
+def test_tokens_that_were_added_to_a_bert_tokenizer_are_read(tmp_path):
+    theirs = saved_with_more_tokens(tmp_path / "hf", "bert")
+    found = tokenizer_in(tmp_path / "hf", "bert")
+    text = "the [MASK] Hellothere fox"
+    tokenizer = AnyTokenizer(recipe_of(found))
+    assert tokenizer.encode(text) == theirs.encode(text) and tokenizer.mask == theirs.mask_token_id
+
+
+def test_added_tokens_without_a_tokenizer_json_are_refused_and_not_ignored(tmp_path):
+    saved_with_more_tokens(tmp_path / "hf", "gpt2")
+    (tmp_path / "hf/tokenizer.json").unlink()
+    (tmp_path / "hf/added_tokens.json").write_text('{"<|im_start|>": 300}')
+    with pytest.raises(HoldfastError, match="with added tokens need a tokenizer.json"):
+        load_model(tmp_path / "hf")
+    (tmp_path / "hf/added_tokens.json").write_text('{"<|endoftext|>": 299}')
+    assert load_model(tmp_path / "hf").tokenizer.recipe.tokenizer_type == "GPT2BPETokenizer"
+
+
+def test_a_tokenizer_of_gemmas_size_is_read_and_a_larger_one_is_refused(tmp_path):
+    """580,000 merges, as pairs since transformers 4.45, with 256,000 tokens."""
+    path = tmp_path / "tokenizer.json"
+    vocabulary, merges = ",".join(['"a":1'] * 256_000), ",".join(['["a","b"]'] * 580_604)
+    path.write_text(f'{{"vocab":{{{vocabulary}}},"merges":[{merges}]}}')
+    check_size(path)
+    path.write_text(f"[{','.join(['[]'] * 1_500_001)}]")
+    with pytest.raises(HoldfastError, match="values, which no tokenizer has"):
+        check_size(path)

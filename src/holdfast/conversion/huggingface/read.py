@@ -1,6 +1,7 @@
 """Reads Hugging Face folders: safetensors or pytorch_model.bin, sharded or not, without torch and without transformers."""
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,24 @@ from holdfast.conversion.files.torch_reader import load_torch
 from holdfast.conversion.files.zips import Region, map_file
 from holdfast.conversion.huggingface.config import architecture_from_config
 from holdfast.conversion.huggingface.names import BUFFERS, from_huggingface
+from holdfast.conversion.huggingface.tokenizer_files import MAX_BYTES, MAX_VALUES
 from holdfast.conversion.megatron.rank_files import flatten
 from holdfast.conversion.model import OUTPUT_LAYER, SPECIAL_IDS, Model, check_complete, valid_ids
 from holdfast.conversion.tensors import Tensor
 from holdfast.system.bounded_files import read_json as read_bounded_json
 from holdfast.system.errors import HoldfastError
+from holdfast.tokenizers.recipe import BERT_SPECIAL, END_OF_TEXT
 
 MAX_JSON_BYTES = 16 << 20
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model",
 )  # fmt: skip
+# Settings of GPT-2's and BERT's tokenizers under which their vocabulary files alone give the ids.
+USUAL_SETTINGS = {
+    "add_prefix_space": False, "add_bos_token": False, "add_eos_token": False, "strip_accents": None,
+    "tokenize_chinese_chars": True,
+}  # fmt: skip
 PADDING_FILE = "megatron_padding.safetensors"
 WEIGHT_FILES = tuple(
     f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")
@@ -90,20 +98,33 @@ def tokenizer_in(path: Path, family: str) -> dict[str, str]:
         if (path / name).is_file()
     }
     settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
-    if family == "bert" and "vocab.txt" in there:
+    if family == "bert" and "vocab.txt" in there and _is_plain(path, settings, BERT_SPECIAL):
         cased = settings.get("do_lower_case") is False
         return {
             "tokenizer_type": "BertWordPieceCase" if cased else "BertWordPieceLowerCase",
             "vocab_file": there["vocab.txt"],
         }
     byte_level = settings.get("tokenizer_class") in (None, "GPT2Tokenizer", "GPT2TokenizerFast")
-    if byte_level and {"vocab.json", "merges.txt"} <= there.keys():
+    if byte_level and {"vocab.json", "merges.txt"} <= there.keys() and _is_plain(path, settings, (END_OF_TEXT,)):
         files = {"vocab_file": there["vocab.json"], "merge_file": there["merges.txt"]}
         return {"tokenizer_type": "GPT2BPETokenizer", **files}
     for name, kind in (("tokenizer.json", "HuggingFaceTokenizer"), ("tokenizer.model", "Llama2Tokenizer")):
         if name in there:
             return {"tokenizer_type": kind, "tokenizer_model": there[name]}
     return {}
+
+
+def _is_plain(path: Path, settings: Mapping[str, Any], known: Collection[str]) -> bool:
+    """Whether the vocabulary's files alone decide the ids: no settings of another form, and no tokens beside the known ones."""
+    if any(settings.get(key, usual) != usual for key, usual in USUAL_SETTINGS.items()):
+        return False
+    if (path / "tokenizer.json").is_file():
+        added = read_bounded_json(path / "tokenizer.json", MAX_BYTES, "tokenizer.json", MAX_VALUES).get("added_tokens")
+        return isinstance(added or [], list) and all(
+            isinstance(each, dict) and each.get("content") in known for each in added or ()
+        )
+    added = read_json(path / "added_tokens.json") if (path / "added_tokens.json").is_file() else {}
+    return added.keys() <= set(known)
 
 
 def read_weights(path: Path, budget: Budget) -> tuple[dict[str, Tensor], list[Region]]:

@@ -24,8 +24,8 @@ BY_MODEL = (
 )
 BY_VOCABULARY = {"gpt": ("GPT2BPETokenizer",), "bert": ("BertWordPieceLowerCase", "BertWordPieceCase")}
 MAX_BYTES = 64 << 20
-MAX_VALUES = 1_500_000
-"""In a tokenizer's file; a vocabulary of 128,000 with its merges has 1 million."""
+MAX_VALUES = 3_000_000
+"""In a tokenizer's file; Gemma's vocabulary of 256,000 with 580,000 merges as pairs has 2 million."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
