@@ -163,6 +163,9 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
+    from holdfast.system.standard_streams import prepare_standard_streams
+
+    prepare_standard_streams()
     arguments = sys.argv[1:]
     try:
         run(arguments)
@@ -179,6 +182,11 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except UnicodeEncodeError as error:
+        if "\udc80" <= error.object[error.start] <= "\udcff":  # a byte of an argument or of a file's name
+            near = error.object[max(0, error.start - 40) : error.end + 40].splitlines()
+            fail(f"{near}: a name that is not UTF-8 text cannot be written to a file; rename it", 1)
+        raise
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise

@@ -241,7 +241,7 @@ def read_config(path: Path | str) -> Config:
     """The configuration in a TOML file, or the packaged one of that name. Missing keys keep their defaults."""
     path = find_config(path)
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
     return config_from_tables(tables, source=str(path))

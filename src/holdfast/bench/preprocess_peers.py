@@ -101,7 +101,7 @@ class Megatron:
         folder = self._work / f"tokenizer-{recipe.digest[:8]}"
         if not folder.exists():
             folder.mkdir()
-            (folder / "tokenizer.json").write_text(recipe.definition)
+            (folder / "tokenizer.json").write_text(recipe.definition, encoding="utf-8")
             gpt = recipe.cls is None
             names = {"eos_token": "<|endoftext|>"} if gpt else {"unk_token": "[UNK]", "sep_token": "[SEP]"}
             settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}

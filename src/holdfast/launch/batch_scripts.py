@@ -52,7 +52,7 @@ def train_script(options: SlurmOptions, job: TrainingJob) -> str:
         "FETCH": f"# once, before the ranks need them\n{fetch}" if job.assets else "",
         "TRAIN": f"{step(options)} bash -c {shlex.quote(node)}",
     }
-    body = Path(__file__).with_name("train_job.sh").read_text()
+    body = Path(__file__).with_name("train_job.sh").read_text(encoding="utf-8")
     for name, text in parts.items():
         body = body.replace(f"@{name}@", text)
     about = f"# Trains in {job.run}; every start continues from the newest state there."

@@ -181,7 +181,7 @@ def resume(run: Path) -> list[str]:
     if active:
         raise HoldfastError(f"job {active[0].job} of {run} is {active[0].state}: there is nothing to resume")
     for script in scripts:
-        slurm.check((launch_folder(run) / script).read_text())
+        slurm.check((launch_folder(run) / script).read_text(encoding="utf-8"))
     for request in ("persist", "error.txt"):
         (run / request).unlink(missing_ok=True)
     return submit(run, scripts)

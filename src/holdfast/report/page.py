@@ -124,13 +124,12 @@ def _hash(text: str) -> str:
 
 
 def _style() -> str:
-    folder = files("holdfast.report")
-    return folder.joinpath("uplot", "uPlot.min.css").read_text() + folder.joinpath("page.css").read_text()
+    return _asset("uplot/uPlot.min.css") + _asset("page.css")
 
 
 def _script() -> str:
-    folder = files("holdfast.report")
-    library = folder.joinpath("uplot")
-    licence = library.joinpath("LICENSE").read_text()
-    code = library.joinpath("uPlot.iife.min.js").read_text()
-    return f"/* uPlot 1.6.32\n{licence}\n*/\n{code}\n{folder.joinpath('page.js').read_text()}"
+    return f"/* uPlot 1.6.32\n{_asset('uplot/LICENSE')}\n*/\n{_asset('uplot/uPlot.iife.min.js')}\n{_asset('page.js')}"
+
+
+def _asset(name: str) -> str:
+    return files("holdfast.report").joinpath(*name.split("/")).read_text(encoding="utf-8")

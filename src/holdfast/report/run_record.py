@@ -170,7 +170,7 @@ def _latest(folder: Path, checkpoints: list[dict[str, Any]], problems: list[str]
     """The name of the step folder that `checkpoints/latest` names."""
     path = folder / "checkpoints" / LATEST
     try:
-        name = path.read_text(errors="replace").strip() if _readable(path, problems) else ""
+        name = path.read_text(encoding="utf-8", errors="replace").strip() if _readable(path, problems) else ""
     except OSError as error:
         problems.append(f"{path} cannot be read: {error.strerror}")
         return ""

@@ -124,7 +124,7 @@ class TokieEngine:
     def __init__(self, recipe: Recipe, reference: ReferenceEngine) -> None:
         import tokie
 
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
             file.write(recipe.definition)
             file.flush()
             self._tokenizer: Any = tokie.Tokenizer.from_json(file.name)

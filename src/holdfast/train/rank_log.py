@@ -37,7 +37,7 @@ def redirect_output() -> None:
     except OSError:
         os.close(descriptor)
         return
-    copy_lines_to(os.fdopen(os.dup(2), "w", buffering=1))
+    copy_lines_to(os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace"))
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

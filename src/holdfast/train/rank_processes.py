@@ -102,7 +102,7 @@ class RankProcesses(SubprocessContext):
 
     def _lost_peer(self, rank: int) -> bool:
         try:
-            content = Path(self.error_files[rank]).read_text(errors="replace")
+            content = Path(self.error_files[rank]).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return False
         return any(sign in content for sign in LOST_PEER)

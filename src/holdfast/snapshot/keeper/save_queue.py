@@ -107,7 +107,7 @@ class SaveQueue:
         stop = self._run_memory.path / STOP
         stop.touch()
         with contextlib.suppress(OSError):  # full memory: the ranks stop without the reason
-            stop.write_text(reason)
+            stop.write_text(reason, encoding="utf-8")
 
     def work(self) -> None:
         """Attempts every request that is due, once."""

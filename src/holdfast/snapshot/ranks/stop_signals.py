@@ -35,7 +35,7 @@ class StopSignals:
     def stop_requested(self) -> bool:
         # The keeper watches the run folder, which may be slow and shared; this file is in memory.
         if self.reason is None and self._stop_file.exists():
-            self.reason = self._stop_file.read_text() or "asked"
+            self.reason = self._stop_file.read_text(encoding="utf-8", errors="replace") or "asked"
         return self.reason is not None
 
     def pop_save_request(self) -> bool:
