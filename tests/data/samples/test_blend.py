@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from holdfast.data.samples import blend
-from holdfast.data.samples.blend import BlendedSamples, fill_blend_index, normalize
+from holdfast.data.samples.blend import BlendedSamples, fill_blend_index, normalize, parse_data_path, split_blend
 from holdfast.system.errors import HoldfastError
 
 
@@ -95,3 +95,15 @@ def test_blend_hands_out_each_sample_once_and_in_order(tmp_path: Path) -> None:
 def test_blend_that_would_run_dry_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HoldfastError, match=r"draws 5 samples from dataset 1, which has 3"):
         BlendedSamples([Numbers(1, 3), Numbers(2, 9)], [1, 1], 10, "train", tmp_path)
+
+
+def test_one_string_is_divided_where_it_is_a_blend_and_not_where_it_is_a_path_with_blanks(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.bin").touch()
+        (tmp_path / f"{name}.idx").touch()
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert split_blend([f"{one} {two}"]) == [one, two]
+    assert split_blend(["0.3 a 0.7 b"]) == ["0.3", "a", "0.7", "b"]
+    assert split_blend(["my folder/a"]) == ["my folder/a"] and split_blend([""]) == []
+    with pytest.raises(HoldfastError, match=r"my folder/a\.bin does not exist"):
+        parse_data_path([f"{tmp_path}/my folder/a"])

@@ -53,9 +53,7 @@ class DataPath:
 
 def parse_data_path(data_path: Sequence[str]) -> DataPath:
     """Reads `PREFIX...` or `WEIGHT PREFIX WEIGHT PREFIX ...`, and checks that the files are there."""
-    words = [word.strip() for word in data_path]
-    if len(words) == 1 and not IndexedDataset.exists(words[0]):
-        words = words[0].split()
+    words = split_blend([word.strip() for word in data_path])
     if not words:
         raise UsageError("data_path is empty: give the prefix of a .bin/.idx pair, or WEIGHT PREFIX WEIGHT PREFIX ...")
     weights = [weight for word in words[0::2] if (weight := _number(word)) is not None]
@@ -69,6 +67,15 @@ def parse_data_path(data_path: Sequence[str]) -> DataPath:
     for name in names:
         _check_present(name, words)
     return DataPath(tuple(str(pair_paths(name)[0])[: -len(".bin")] for name in names), tuple(weights) or None)
+
+
+def split_blend(words: Sequence[str]) -> Sequence[str]:
+    """The words; a single one that holds a weight or a dataset is a blend, and is divided. Another one is a path with blanks."""
+    if len(words) != 1 or IndexedDataset.exists(words[0]):
+        return words
+    parts = words[0].split()
+    is_blend = any(_number(part) is not None or IndexedDataset.exists(part) for part in parts)
+    return parts if is_blend or not parts else words
 
 
 def _number(word: str) -> float | None:

@@ -5,15 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.config import Config
+from holdfast.data.samples.blend import split_blend
 from holdfast.system.errors import UsageError
 
 
 def with_absolute_paths(config: Config) -> Config:
     """The configuration with absolute paths. Catalog names and URLs stay as they are."""
     train, data = config.train, config.data
-    words = data.data_path
-    if len(words) == 1 and not Path(f"{words[0]}.idx").exists():
-        words = tuple(words[0].split()) or words  # a whole blend in one string
+    words = tuple(split_blend(data.data_path))
     return replace(
         config,
         data=replace(
