@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -72,3 +73,15 @@ def test_the_naive_way_shows_the_race():
     assert report["gets"]["gpt2-vocab.json"] == sum(
         download["url"].endswith("vocab.json") for one in report["per_iteration"] for download in one["downloads"]
     )
+
+
+def test_ctrl_c_ends_all_ranks_with_one_line():
+    command = [sys.executable, "-m", "holdfast.cli", "fetch-storm", "--ranks", "8", "--iterations", "1000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout.readline().startswith("Iteration 1: ")  # and the next ranks are under way
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)  # all processes that hold the pipes have ended
+    assert process.returncode == 130
+    assert errors == "holdfast: error: interrupted; no partial output was left behind\n"

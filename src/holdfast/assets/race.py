@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -190,18 +191,28 @@ def run_iteration(
     }
     start, release = context.Pipe(duplex=False)
     readers, processes = [], []
-    for local_rank in range(ranks):
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(strategy, local_rank, checksums, work, start, writer))
-        process.start()
-        writer.close()
-        readers.append(reader)
-        processes.append(process)
-    for reader in readers:
-        with suppress(EOFError):  # a rank that died is reported with the others
-            reader.recv()
-    release.close()  # all ranks read the end of file at the same moment
-    reports = [_receive(local_rank, reader) for local_rank, reader in enumerate(readers)]
+    # The ranks inherit the mask: Ctrl-C reaches this process alone, which ends them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for local_rank in range(ranks):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=run_rank, args=(strategy, local_rank, checksums, work, start, writer))
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for reader in readers:
+            with suppress(EOFError):  # a rank that died is reported with the others
+                reader.recv()
+        release.close()  # all ranks read the end of file at the same moment
+        reports = [_receive(local_rank, reader) for local_rank, reader in enumerate(readers)]
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for process in processes:
         process.join()
     return IterationReport(
