@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -235,3 +236,12 @@ def test_a_disk_that_fills_is_shown_and_the_save_is_tried_again(prefix, tmp_path
         )
         assert len(failed) == len(set(failed)) <= 2
         assert [step for step, _ in checkpoints_in(disk / "run")][-1] == 4
+
+
+def test_the_commands_that_a_finished_run_names_can_be_pasted(prefix, tmp_path):
+    save = tmp_path / "my runs" / "first"
+    line = command(prefix, "--save", str(save), "--train-iters", "2")
+    done = subprocess.run(line, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert done.returncode == 0, done.stderr
+    commands = [shlex.split(line) for line in done.stderr.splitlines() if line.startswith("  holdfast ")]
+    assert [words[1:3] for words in commands] == [[verb, str(save)] for verb in ("generate", "convert", "report")]

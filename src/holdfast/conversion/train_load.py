@@ -6,6 +6,7 @@ RUN/loaded/NAME-HASH/      the converted checkpoint; it may be deleted once the 
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import NoReturn
 
 from holdfast.config import Config, ModelConfig
@@ -37,8 +38,8 @@ def refuse(source: Path) -> NoReturn:
     """Refuses a start that cannot convert: without a run folder, on several nodes, under torchrun."""
     target = f"{source.stem}-holdfast"
     raise HoldfastError(
-        f"{source} is not a checkpoint of Holdfast; convert it first with `holdfast convert {source} {target} --to holdfast`, "
-        f"then give --load {target} --finetune"
+        f"{source} is not a checkpoint of Holdfast; convert it first with "
+        f"`holdfast convert {quote(str(source))} {quote(target)} --to holdfast`, then give --load {quote(target)} --finetune"
     )
 
 

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from shlex import quote
 
 from holdfast.system.atomic_files import explain_os_error
 from holdfast.system.errors import HoldfastError
@@ -88,5 +89,6 @@ def _win(folder: Path, run: Path) -> OwnedLease:
 def _refuse_live_holder(lease: Lease, holder: HolderLiveness, run: Path) -> None:
     if holder.seen_alive or (lease.holder is not None and lease.holder.is_local()):
         raise RunInUse(
-            f"{run} is in use: {lease.describe()} trains into it. Stop that run first: holdfast persist {run} --stop"
+            f"{run} is in use: {lease.describe()} trains into it. Stop that run first: "
+            f"holdfast persist {quote(str(run))} --stop"
         )

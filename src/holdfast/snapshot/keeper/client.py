@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shlex import quote
 
 from holdfast.checkpoint.folder import step_folder_name
 from holdfast.snapshot.keeper.checkpoint_writer import is_published
@@ -180,8 +181,8 @@ class KeeperClient:
             return f"step {step} was not written to {final}, and its memory is gone: {reason or 'the cause is unknown'}"
         reason = reason or keeper_status(self._run_memory).error_text or log_end(self._run_memory)
         memory = self._run_memory.path.parent.parent
-        flag = "" if memory == Path(MEMORY) else f" --snapshot-dir {memory}"
+        flag = "" if memory == Path(MEMORY) else f" --snapshot-dir {quote(str(memory))}"
         return (
             f"step {step} is not on disk: {reason}. The state is still in memory, in {self._run_memory.path}; to write it once "
-            f"the cause is removed: holdfast persist {self._run_memory.folder}{flag}"
+            f"the cause is removed: holdfast persist {quote(str(self._run_memory.folder))}{flag}"
         )

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 
 from holdfast.checkpoint.collective import agreed
@@ -77,8 +78,8 @@ def _claim_page(rank: int, run_memory: RunMemory) -> tuple[RankStatus, int, int]
         if time.monotonic() > deadline:
             raise HoldfastError(
                 f"a run called {run_memory.name} with the folder {run_memory.folder} is already running (process "
-                f"{page['process']} is its rank {rank}); end it with `holdfast persist {run_memory.folder} --stop`, or "
-                "choose another name"
+                f"{page['process']} is its rank {rank}); end it with `holdfast persist {quote(str(run_memory.folder))} --stop`, "
+                "or choose another name"
             )
         time.sleep(0.05)
 

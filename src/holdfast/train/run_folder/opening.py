@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.config import Config, config_to_toml, read_config
@@ -74,7 +75,7 @@ def refuse_live_ranks(folder: Path, memory: str) -> None:
         if time.monotonic() > deadline:
             raise HoldfastError(
                 f"{folder} is in use: process {live[0]} still writes to it. Stop that run first: "
-                f"holdfast persist {folder} --stop"
+                f"holdfast persist {quote(str(folder))} --stop"
             )
         time.sleep(0.1)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import orjson
@@ -17,17 +18,18 @@ def describe_end(config: Config) -> list[str]:
     if config.train.save is None:
         return []
     folder = Path(config.train.save)
+    word = quote(str(folder))
     finished = _finished_event(folder)
     if finished.get("stopped"):
         return [f"the same command continues from {folder}"]
     step, checkpoints = finished.get("step"), checkpoints_in(folder)
     if not checkpoints or step not in (None, checkpoints[-1][0]):
         newest = checkpoints[-1][1] if checkpoints else "none"
-        return [f"warning: step {step} is not on disk (newest checkpoint: {newest}); see holdfast snapshots {folder}"]
+        return [f"warning: step {step} is not on disk (newest checkpoint: {newest}); see holdfast snapshots {word}"]
     lines = [f"result: {checkpoints[-1][1]}", "next:"]
     if config.model.model_type == "gpt":
-        lines.append(f'  holdfast generate {folder} --prompt "..."')
-    return [*lines, f"  holdfast convert {folder} {folder}-hf --to hf", f"  holdfast report {folder}"]
+        lines.append(f'  holdfast generate {word} --prompt "..."')
+    return [*lines, f"  holdfast convert {word} {quote(f'{folder}-hf')} --to hf", f"  holdfast report {word}"]
 
 
 @contextmanager
