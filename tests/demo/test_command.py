@@ -35,7 +35,7 @@ def test_the_demo_kills_a_rank_resumes_from_memory_and_generates(tmp_path):
     }
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(work)], capture_output=True, text=True, timeout=550,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for text in (

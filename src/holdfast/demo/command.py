@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -167,10 +169,11 @@ def closing(work: Path, page: Path) -> str:
     """Where the results are, and three commands to try."""
     here = Path(os.path.relpath(work))
     place = shlex.quote(str(work if here.parts[:1] == ("..",) else here))
+    program = program_name()
     commands = {
-        "more text from the run": f'holdfast generate {place}/disturbed --prompt "import os"',
-        "a longer run": f"holdfast train {place}/undisturbed/config.toml --train-iters 400 --save {place}/longer",
-        "the same with your own text": "holdfast init my-model --input your-text.jsonl",
+        "more text from the run": f'{program} generate {place}/disturbed --prompt "import os"',
+        "a longer run": f"{program} train {place}/undisturbed/config.toml --train-iters 400 --save {place}/longer",
+        "the same with your own text": f"{program} init my-model --input your-text.jsonl",
     }
     lines = [
         f"Run page (curves, the failure, the resume): {page}",
@@ -179,3 +182,12 @@ def closing(work: Path, page: Path) -> str:
         *(f"  # {comment}\n  {command}" for comment, command in commands.items()),
     ]
     return "\n".join(lines)
+
+
+def program_name() -> str:
+    """What calls this program in the user's shell: `make demo` runs it from an environment that the shell does not know."""
+    script = Path(sys.executable).with_name("holdfast")
+    if shutil.which("holdfast") or not script.is_file():
+        return "holdfast"
+    here = os.path.relpath(script)
+    return shlex.quote(str(script) if here.startswith("..") else here)
