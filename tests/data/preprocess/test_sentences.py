@@ -69,3 +69,31 @@ def test_cased_bert_with_newlines_kept(tmp_path: Path, bert_cased: TokenizerFile
     assert pair(tmp_path / "out_text_sentence") == dataset_bytes(
         megatron_documents(split, "text", bert_cased.build(), True)
     )
+
+
+BLANKS = [chr(code) for code in range(0x80, 0x3001) if chr(code).isspace()]
+
+
+@pytest.mark.parametrize("language", ["en", "de", "fr", "ru", "ja", "hi", "xx"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_blanks_of_every_kind_may_stand_before_a_period(language: str, keep: bool) -> None:
+    """sentencex panics at some of them, which ended the run."""
+    splitter = SentenceSplitter(language, keep)
+    for blank in BLANKS:
+        for text in (f"He is A{blank}. B is here. Yes.", f"A{blank * 3}.", f"{blank}.{blank}", f"C{blank}\n{blank}. D"):
+            assert "".join("".join(splitter.split(text)).split()) == "".join(text.split())
+    assert splitter.split("He is A\xa0. Yes it is.")[0].startswith("He is A\xa0.")
+
+
+def test_a_document_with_an_odd_blank_before_a_period_does_not_end_the_run(
+    tmp_path: Path, bert: TokenizerFiles
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "The vitamin C\\u00a0. It is good."}\n')
+    summary = preprocess(source, tmp_path / "out", **bert.arguments(), split_sentences=True)  # type: ignore[arg-type]
+    assert summary.documents == 1 and summary.sequences >= 1
+
+
+def test_many_blanks_take_no_longer_than_other_text() -> None:
+    text = "\u3000" * 200_000 + "The end."
+    assert SentenceSplitter("en").split(text) == ["The end."]

@@ -4,7 +4,15 @@ Sentences come in order, without the blanks around them and none of them empty. 
 breaks behind it, and nothing but blanks at the edges of the text is lost.
 """
 
+import itertools
+import re
+
 from holdfast.system.errors import UsageError
+
+# sentencex 1.0 panics where one of these blanks stands between a letter and a period: it is shown plain ones there.
+_BLANK = "[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+# A run of blanks is looked at from its beginning only: a long one takes no longer than other text.
+_BLANKS_BEFORE_PERIOD = re.compile(rf"(?<!{_BLANK}){_BLANK}++(?=\.)")
 
 # Names that users of NLTK's models give to --lang.
 LANGUAGES = {
@@ -46,8 +54,16 @@ class SentenceSplitter:
         self._language, self._keep_newlines = language_code(language), keep_newlines
 
     def split(self, text: str) -> list[str]:
-        pieces = list(filter(None, map(str.strip, self._segment(self._language, text))))
+        pieces = list(filter(None, map(str.strip, self._cut(text))))
         return _with_newlines(text, pieces) if self._keep_newlines and pieces else pieces
+
+    def _cut(self, text: str) -> list[str]:
+        plain = _BLANKS_BEFORE_PERIOD.sub(lambda blanks: " " * len(blanks[0]), text)
+        cut: list[str] = self._segment(self._language, plain)
+        if plain == text:
+            return cut
+        ends = itertools.accumulate(map(len, cut), initial=0)
+        return [text[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _with_newlines(text: str, pieces: list[str]) -> list[str]:

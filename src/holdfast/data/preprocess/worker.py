@@ -105,7 +105,9 @@ class UnitEncoder:
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             result = UnitResult(error=f"{error.strerror}: {error.filename or unit.path}", disk_full=full)
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # libraries in Rust raise their panics past Exception
             result = UnitResult(error=f"a worker failed on {unit}:\n{traceback.format_exc()}")
         result.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return result
