@@ -61,6 +61,19 @@ def test_modes_are_merged_too(tmp_path: Path) -> None:
     assert modes.tolist() == [0, 1, 1, 1]
 
 
+def test_a_part_without_modes_is_refused_beside_one_with_modes_also_after_an_empty_one(tmp_path: Path) -> None:
+    build(tmp_path / "empty", [])
+    build(tmp_path / "plain", [[[4], [5, 6]]])
+    build(tmp_path / "modes", [[[1, 2]], [[3]]])
+    with (tmp_path / "modes.idx").open("ab") as file:
+        file.write(bytes([0, 1]))
+    with pytest.raises(HoldfastError, match="one has modes and the other has none"):
+        merge([tmp_path / "empty", tmp_path / "modes", tmp_path / "plain"], tmp_path / "whole")
+    assert not (tmp_path / "whole.idx").exists()
+    merge([tmp_path / "empty", tmp_path / "modes"], tmp_path / "whole")
+    assert len(IndexedDataset(tmp_path / "whole")) == 2
+
+
 def test_different_token_types_are_refused(tmp_path: Path, parts: Path) -> None:
     build(parts / "part3", [[[1]]], np.int32)
     with pytest.raises(HoldfastError, match="part3 has tokens of type int32.*different tokenizers"):

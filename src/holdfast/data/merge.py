@@ -67,14 +67,16 @@ def merge(inputs: Sequence[str | Path], output_prefix: str | Path, *, overwrite:
 
 def _check_alike(parts: Sequence[IndexedDataset]) -> None:
     first = parts[0]
+    filled = next((part for part in parts if len(part)), first)
     for part in parts:
         if part.dtype != first.dtype:
             raise HoldfastError(
                 f"{part.prefix} has tokens of type {part.dtype}, {first.prefix} of type {first.dtype}: "
                 "they come from different tokenizers and cannot be merged"
             )
-        if part.multimodal != first.multimodal and len(part) and len(first):
-            raise HoldfastError(f"{part.prefix} and {first.prefix}: one has modes and the other has none")
+        # An empty part has no sequences, and so neither has modes nor lacks them.
+        if len(part) and part.multimodal != filled.multimodal:
+            raise HoldfastError(f"{part.prefix} and {filled.prefix}: one has modes and the other has none")
         part.check()
         # New pointers are computed from the lengths: a part must hold its sequences in a row, as every writer leaves them.
         tokens = int(part.sequence_lengths.sum(dtype="int64"))
