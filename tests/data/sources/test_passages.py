@@ -34,6 +34,17 @@ def test_blank_lines_separate_documents(tmp_path: Path, text: str, unit_bytes: i
     assert lines == text.count("\n") + (not text.endswith("\n"))
 
 
+@pytest.mark.parametrize("text", [TEXT, TEXT.lstrip()], ids=["blank", "text"])
+@pytest.mark.parametrize("unit_bytes", [1, 1000])
+def test_a_byte_order_mark_at_the_start_is_no_text(tmp_path: Path, text: str, unit_bytes: int) -> None:
+    path = tmp_path / "passages.txt"
+    path.write_bytes(text.encode("utf-8-sig"))
+    found, bad, lines = documents_of(path, unit_bytes)
+    assert (found, bad, lines) == (DOCUMENTS, [], text.count("\n"))
+    path.write_bytes("One.\n\n\ufeffTwo.\n".encode())
+    assert documents_of(path, unit_bytes)[0] == ["One.", "\ufeffTwo."]
+
+
 def test_large_file_is_cut_into_units_of_whole_documents(tmp_path: Path) -> None:
     expected = [f"Document {number}.\nIt has two lines." for number in range(100_000)]
     path = tmp_path / "passages.txt.gz"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit
 from holdfast.data.sources.prefetch import fed_units
+from holdfast.data.sources.text import BYTE_ORDER_MARK
 
 BLANK_LINES = (b"\n\n", b"\n\r\n")
 
@@ -24,6 +25,8 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     for begin, document in _documents(content):
         try:
             text = document.decode()
+            if unit.start == 0 and begin == 0 and not (text := text.removeprefix(BYTE_ORDER_MARK)):
+                continue
         except UnicodeDecodeError as error:
             at = begin + error.start
             reason = f"it is not UTF-8 ({error.reason}), so its passage is not a document"

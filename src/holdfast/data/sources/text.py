@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from holdfast.data.sources import BadLine, DocumentBatch, InputFile, Unit
 from holdfast.data.sources.compressed import open_stream, sniff
 
+BYTE_ORDER_MARK = "\ufeff"
+"""Some editors write it at the start of a file; it is no part of the text."""
+
 
 def units(file: InputFile, unit_bytes: int) -> Iterator[Unit]:
     yield Unit(file.number, file.path, file.source, "whole", 0, file.size, 0, file.size)
@@ -17,7 +20,7 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
         content = b"".join(open_stream(file, compression, unit.path))
     lines = content.count(b"\n") + (not content.endswith(b"\n") and bool(content))
     try:
-        text = content.decode()
+        text = content.decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start)
         bad = BadLine(line, error.start, f"it is not UTF-8 ({error.reason}), so the file is not a document")
