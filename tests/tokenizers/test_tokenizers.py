@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from holdfast.cli import run
 from holdfast.data.indexed import dtype_for_vocabulary
@@ -113,6 +114,23 @@ def test_texts_that_tokie_takes_differently_are_computed_elsewhere(folder: Path)
     ids, offsets = bert.encode_batch(mixed)
     for number, text in enumerate(mixed):
         assert ids[offsets[number] : offsets[number + 1]].tolist() == reference.encode(text)
+
+
+@pytest.mark.parametrize("with_tokie", [True, False])
+def test_a_word_that_was_added_to_bert_is_found_however_it_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tokie: bool
+) -> None:
+    definition = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt").recipe.definition
+    oracle = tokenizers.Tokenizer.from_str(definition)
+    oracle.add_tokens(["newword", "zürich", "foo bar"])  # as transformers adds them: normalized
+    oracle.save(str(tmp_path / "tokenizer.json"))
+    if not with_tokie:
+        monkeypatch.setitem(sys.modules, "tokie", None)
+    fast = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=tmp_path, engine="fast", special_tokens=False)
+    short = ["a newword b", "a NewWord b", "Zurich, NEWWORD", "Foo\tBar", "plain text"]
+    # tokie leaves long texts to others.
+    for text in [*short, *(f"{'and so on ' * 4000}{text}" for text in short)]:
+        assert fast.encode(text) == oracle.encode(text, add_special_tokens=False).ids
 
 
 def test_a_tokenizer_json_adds_its_special_tokens_unless_switched_off(folder: Path, tmp_path: Path) -> None:

@@ -176,8 +176,10 @@ class FastBertEngine:
         self._lowercase = bool(definition["normalizer"]["lowercase"])
         self._words = WordTable(definition["model"])
         self._chunks = ChunkTable(self._words, self._lowercase)
-        tokens = [token["content"] for token in definition.get("added_tokens") or []]
-        self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        added = definition.get("added_tokens") or []
+        self._special = re.compile("|".join(map(re.escape, [token["content"] for token in added])) or "(?!)")
+        # Such a token is also found in a text where it is written in another way, which the word table does not see.
+        self._has_normalized = any(token.get("normalized") for token in added)
         self._reference = ReferenceEngine(recipe)
         self._native: TokieEngine | None = None
         with contextlib.suppress(ImportError, ValueError):
@@ -200,7 +202,7 @@ class FastBertEngine:
         return _concatenate(pieces)
 
     def _encode(self, text: str) -> bytes:
-        if self._special.search(text):
+        if self._has_normalized or self._special.search(text):
             return self._reference.encode_batch([text])[0].tobytes()
         if text.isascii():
             return b"".join(map(self._words.__getitem__, ascii_words(text, self._lowercase)))
