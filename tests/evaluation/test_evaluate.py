@@ -18,6 +18,8 @@ from holdfast.generation.loading import load_model
 from holdfast.generation.requests import GenerationRequest
 from holdfast.generation.sampling import GREEDY
 from holdfast.system.errors import HoldfastError, UsageError
+from tests.conversion.families import build_family
+from tests.conversion.test_holdfast_checkpoint import byte_level_tokenizer
 from tests.generation.conftest import gpt2, saved  # noqa: F401
 
 TEXTS = ["the quick brown fox", "jumps over the lazy dog " * 12, "", "naïve café ☕ " * 3]
@@ -51,6 +53,16 @@ def test_scores_equal_transformers_and_do_not_depend_on_the_batch(saved):  # noq
         expected = logits.log_softmax(-1).gather(1, targets[:, None]).sum()
         assert found.logprob == pytest.approx(float(expected), abs=1e-3)
         assert found.greedy == bool((logits.argmax(-1) == targets).all())
+
+
+def test_padding_does_not_change_scores_under_dynamic_rotary_scaling(tmp_path):
+    """The base of the angles depends on the length of a text, not on that of its batch."""
+    build_family("llama-dynamic").save_pretrained(tmp_path / "hf")
+    vocab, merges = byte_level_tokenizer(tmp_path / "tokenizer")
+    loaded = load_model(tmp_path / "hf", tokenizer={"vocab_file": vocab, "merge_file": merges})
+    pair, longer = Pair(range(10, 30), range(30, 34)), Pair(range(10, 40), range(30, 44))
+    alone, beside = score(loaded, [pair])[0].logprob, score(loaded, [pair, longer])[0].logprob
+    assert beside == pytest.approx(alone, abs=3e-5)
 
 
 def test_a_greedy_continuation_is_recognised(gpt2):  # noqa: F811

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.generation.loading import LoadedModel
+from holdfast.generation.model_step import padded_positions
 from holdfast.system.errors import HoldfastError
 
 # Tokens of one forward pass, padding included, and rows of logits that exist at once.
@@ -78,7 +79,8 @@ def _score_batch(loaded: LoadedModel, pairs: Sequence[Pair], limit: int) -> list
     inputs = [[*pair.context, *pair.continuation][-limit - 1 : -1] for pair in pairs]
     longest = max(len(row) for row in inputs)
     padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in inputs], device=loaded.device)
-    hidden_BTH = loaded.model.hidden(padded)
+    ends = torch.tensor([len(row) - 1 for row in inputs], device=loaded.device)
+    hidden_BTH = loaded.model.hidden(padded, padded_positions(loaded.model, padded, ends))
     # Position t predicts token t + 1: the last positions of a row predict its continuation.
     scored_NH = torch.cat(
         [hidden_BTH[row, len(tokens) - len(pair.continuation) : len(tokens)]

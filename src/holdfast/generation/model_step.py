@@ -117,12 +117,18 @@ def read_prompts(
     return read_padded(model, padded, ends, cache.reading(slots))
 
 
+def padded_positions(model: GPT, tokens_BT: Tensor, ends_B: Tensor) -> Tensor | None:
+    """Positions of rows that are padded after `ends_B`; None where the padding has no effect.
+
+    Dynamic rotary scaling depends on the length of a text, which its padding must not change."""
+    if not (model.config.use_rope_scaling and model.config.rope_scaling_type == "dynamic"):
+        return None
+    return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).minimum(ends_B[:, None])
+
+
 def read_padded(model: GPT, tokens_BT: Tensor, ends_B: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
     """Logits (B, V) after the tokens up to `ends_B` of each row."""
-    device = tokens_BT.device
-    # Dynamic rotary scaling depends on the length of a prompt, which its padding must not change.
-    dynamic = model.config.use_rope_scaling and model.config.rope_scaling_type == "dynamic"
-    positions = torch.arange(tokens_BT.shape[1], device=device).minimum(ends_B[:, None]) if dynamic else None
+    device, positions = tokens_BT.device, padded_positions(model, tokens_BT, ends_B)
     # Compiled layers run eagerly here, since the shape does not recur. The call imports the compiler, which takes a second.
     with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
         hidden = model.hidden(tokens_BT, positions, caches=caches)
