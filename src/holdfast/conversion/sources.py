@@ -7,7 +7,7 @@ from holdfast.conversion.files.torch_reader import is_torch_file
 from holdfast.conversion.files.zips import is_zip, map_file
 from holdfast.conversion.huggingface.read import is_huggingface, read_huggingface
 from holdfast.conversion.megatron.read import read_megatron
-from holdfast.conversion.megatron.torch_dist import is_torch_dist, read_torch_dist
+from holdfast.conversion.megatron.torch_dist import is_torch_dist, read_torch_dist, refuse_other_formats
 from holdfast.conversion.model import Model
 from holdfast.system.errors import HoldfastError
 
@@ -61,12 +61,14 @@ def _read(path: Path, heads: int | None, version: float | None, ignored: Collect
         return read_huggingface(path)
     if kind == "torch_dist":
         return read_torch_dist(path, heads, ignored)
-    if kind == "megatron":
-        return read_megatron(path, heads, version, ignored)
     if kind == "holdfast":
         from holdfast.conversion.holdfast_checkpoint import read_holdfast
 
         return read_holdfast(path)
+    if path.is_dir():
+        refuse_other_formats(path)
+    if kind == "megatron":
+        return read_megatron(path, heads, version, ignored)
     raise HoldfastError(
         f"{path} is not a checkpoint that Holdfast knows: neither a Megatron file, zip or folder, nor a Hugging Face folder, "
         "nor a run of Holdfast"

@@ -101,3 +101,22 @@ def test_wrong_places_and_missing_files_are_refused(tmp_path):
         with pytest.raises(HoldfastError) as caught:
             convert(source, tmp_path / "out", true_vocab_size=spec.vocab)
         assert message in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["", "iter_0000040"])
+@pytest.mark.parametrize("backend", ["zarr", "fsdp_dtensor"])
+def test_other_distributed_formats_are_refused_by_name(tmp_path, backend, where):
+    folder = tmp_path / "m/iter_0000040"
+    folder.mkdir(parents=True)
+    (tmp_path / "m/latest_checkpointed_iteration.txt").write_text("40")
+    (folder / "metadata.json").write_text(f'{{"sharded_backend": "{backend}", "sharded_backend_version": 1}}')
+    with pytest.raises(HoldfastError, match=f"of the format '{backend}'; .* --ckpt-format torch_dist"):
+        convert(tmp_path / "m" / where, tmp_path / "hf")
+
+
+def test_a_save_that_was_not_completed_is_named(tmp_path):
+    spec = Spec()
+    source = write_torch_dist(tmp_path / "m", spec, make_truth(spec, spec.padded(1)))
+    (source / "iter_0000040/.metadata").unlink()
+    with pytest.raises(HoldfastError, match=r"no \.metadata: the save was not completed"):
+        convert(source / "iter_0000040", tmp_path / "hf", true_vocab_size=spec.vocab)

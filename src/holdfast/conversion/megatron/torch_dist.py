@@ -18,12 +18,14 @@ from holdfast.conversion.megatron.read import megatron_model, split_gate
 from holdfast.conversion.megatron.settings import check_settings
 from holdfast.conversion.model import MAX_LAYERS, WORD_EMBEDDINGS, Model
 from holdfast.conversion.tensors import MatrixPiece, Tensor
+from holdfast.system.bounded_files import read_json
 from holdfast.system.errors import HoldfastError
 
 _CHUNK_FILE = re.compile(r"^[A-Za-z0-9_.-]+\.distcp$")
 _NOT_WEIGHTS = re.compile(
     r"^(optimizer|chained_\d+|rng_state|rerun_state_machine|opt_param_scheduler|args|iteration|checkpoint_version|content_metadata|common|num_floating)"
 )
+MAX_METADATA_BYTES = 1 << 20
 MAX_CHUNKS = 1 << 19
 """Of all tensors. Honest ones take several opcodes each, and the limit of those is reached first."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -32,6 +34,22 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def is_torch_dist(path: Path) -> bool:
     folder = iteration_folder(path)
     return (folder / ".metadata").is_file()
+
+
+def refuse_other_formats(path: Path) -> None:
+    """Refuses, by name, Megatron's distributed checkpoints that are not whole torch_dist folders."""
+    folder = iteration_folder(path)
+    if (folder / "metadata.json").is_file():
+        backend = read_json(folder / "metadata.json", MAX_METADATA_BYTES, "metadata.json").get("sharded_backend")
+        if backend != "torch_dist":
+            raise HoldfastError(
+                f"{folder} is a Megatron checkpoint of the format {backend!r}; of Megatron's distributed formats Holdfast reads "
+                "torch_dist: load it with Megatron-LM, and save it with --ckpt-format torch_dist"
+            )
+    if any(folder.glob("*.distcp")):
+        raise HoldfastError(
+            f"{folder} has *.distcp files, but no .metadata: the save was not completed; use an earlier iteration"
+        )
 
 
 def read_torch_dist(path: Path, heads: int | None, ignored: Collection[str]) -> Model:
