@@ -6,9 +6,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from holdfast.config import Config, config_from_tables, config_keys, config_to_toml, read_config
+from holdfast.config import Config, all_keys, config_from_tables, config_keys, config_to_toml, read_config
 from holdfast.system.errors import UsageError
 from holdfast.system.field_docs import field_docs
+from holdfast.system.other_names import MIXTURE_OF_EXPERTS, NOT_NEEDED, SAME_MEANING, own_name
 
 
 def test_the_printed_file_reloads_to_the_same_config(tmp_path):
@@ -68,3 +69,20 @@ def test_use_distributed_optimizer_is_another_name_of_a_sharding_strategy():
     sharded = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads_params"}
     config = config_from_tables({"parallel": sharded}, "file")
     assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+
+
+def test_a_key_of_another_program_is_answered_with_the_own_one():
+    for table, message in (
+        ({"model": {"n_layer": 4}}, "unknown key 'n_layer' in [model]; here it is num_layers in [model]"),
+        ({"train": {"learning_rate": 1e-3}}, "; here it is lr in [optimizer]"),
+        ({"train": {"use_flash_attn": True}}, "; leave it out: what it switches on is chosen or done in any case"),
+        ({"max_iters": 4}, "c.toml: unknown key 'max_iters'; here it is train_iters in [train]"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            config_from_tables(table, "c.toml")
+        assert str(caught.value).endswith(message)
+
+
+def test_every_name_of_another_program_leads_to_a_key_and_is_none_itself():
+    assert {own_name(name)[0] for name in SAME_MEANING} <= set(all_keys())
+    assert not (set(SAME_MEANING) | NOT_NEEDED | MIXTURE_OF_EXPERTS) & set(all_keys())

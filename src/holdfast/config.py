@@ -22,6 +22,7 @@ from holdfast.model_config import needs_plain_layers as needs_plain_layers
 from holdfast.optimizer_config import OptimizerConfig as OptimizerConfig
 from holdfast.system.errors import UsageError
 from holdfast.system.field_docs import field_docs
+from holdfast.system.other_names import own_name, reason_to_leave_out
 
 TokenizerType = Literal[
     "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "HuggingFaceTokenizer",
@@ -347,5 +348,10 @@ def all_keys() -> list[str]:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
+    own, note = own_name(word)
+    if own in known:
+        return f"; here it is {own} in [{section_of(own)}]{f' ({note})' if note else ''}"
+    if reason := reason_to_leave_out(word):
+        return f"; {reason}"
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; perhaps you meant '{near[0]}'" if near else ""

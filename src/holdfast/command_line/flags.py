@@ -17,6 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from holdfast.system.errors import UsageError
+from holdfast.system.other_names import own_name, reason_to_leave_out
 
 Options = TypeVar("Options")
 
@@ -256,9 +257,20 @@ class _ArgumentSplitter(argparse.ArgumentParser):
 
 def unknown_flag(prog: str, word: str, options: Sequence[str]) -> UsageError:
     name = word.split("=")[0]
+    return UsageError(f"{prog} has no flag {name}{_instead_of(name, options)} ({prog} --help lists the flags)")
+
+
+def _instead_of(name: str, options: Sequence[str]) -> str:
+    """What to write instead of a flag that a verb with these flags does not have."""
+    key = name.removeprefix("--").replace("-", "_")
+    own, note = own_name(key)
+    option = f"--{own.replace('_', '-')}"
+    if option in options:
+        return f"; here it is {option}{f' ({note})' if note else ''}"
+    if "--num-layers" in options and (reason := reason_to_leave_out(key)):
+        return f"; {reason}"
     near = difflib.get_close_matches(name.replace("_", "-"), options, n=2, cutoff=0.7)
-    hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
-    return UsageError(f"{prog} has no flag {name}{hint} ({prog} --help lists the flags)")
+    return f"; perhaps you meant {' or '.join(near)}" if near else ""
 
 
 def check_known(arguments: Sequence[str], prog: str, *verbs: type) -> None:
