@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import orjson
@@ -70,6 +71,37 @@ def test_a_fresh_clone_reaches_a_run_page_and_text_with_make_demo(tmp_path):
     (activation,) = re.findall(r"`source (\.venv/bin/activate)`", (clone / "README.md").read_text())
     assert run(f". {activation}; holdfast version").stdout.startswith("holdfast 0.")
     assert not subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True).stdout
+
+
+def numbers(text: str) -> list[Decimal]:
+    return [
+        Decimal(word.replace(",", "")) for word in re.findall(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-])", text)
+    ]
+
+
+def section(page: str, anchor: str) -> str:
+    """The part of a page below the heading of this anchor."""
+    parts = re.split(r"^##+ (.*)\n", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)
+    slugs = [re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading)).lower() for heading in parts[1::2]]
+    return parts[2::2][slugs.index(anchor)]
+
+
+def test_the_measured_numbers_of_the_readme_are_in_the_sections_that_it_links_to_rounded_at_most():
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if "](docs/performance.md#" in line]
+    assert len(rows) == 6
+    for row in rows:
+        (anchor,) = re.findall(r"performance\.md#([\w-]+)\)", row)
+        current = section("performance.md", anchor)
+        archive = [section("performance-archive.md", name) for name in re.findall(r"archive\.md#([\w-]+)\)", current)]
+        measured = numbers("\n".join([current, *archive]))
+        shown = numbers(re.sub(r"\]\([^)]*\)|`[^`]*`", "", row))
+        missing = [number for number in shown if all(round_like(one, number) != number for one in measured)]
+        assert shown and not missing, f"{row}: {missing}"
+
+
+def round_like(measured: Decimal, shown: Decimal) -> Decimal:
+    digits = Decimal(1).scaleb(int(shown.as_tuple().exponent))
+    return measured.quantize(digits, ROUND_HALF_UP)
 
 
 def test_the_readmes_snapshot_loop_leaves_its_last_step_on_disk(tmp_path):
