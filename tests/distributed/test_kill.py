@@ -134,7 +134,9 @@ def test_a_run_with_these_options_resumes_bit_identically(prefix, tmp_path, opti
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    mostly_slow([(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)], [(signal.SIGINT, 130)]),
+    mostly_slow(
+        [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130), (signal.SIGHUP, 129)], [(signal.SIGHUP, 129)]
+    ),
 )
 def test_a_signal_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undisturbed, tmp_path, number, code):
     save = tmp_path / "run"
@@ -147,6 +149,8 @@ def test_a_signal_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undi
         process.kill()
     assert process.returncode == code, stderr
     assert "Traceback" not in stderr
+    names = [event["event"] for event in read_journal(save / "events.jsonl")]
+    assert "finished" in names and "failure" not in names
     train(prefix, save, STEPS)
     assert_same_state(final_state(save), undisturbed)
 

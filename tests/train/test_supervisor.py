@@ -12,7 +12,7 @@ from holdfast.train.supervisor import RankProgress, Supervisor, _remove_left_fol
 
 
 @pytest.mark.parametrize("arguments", [(), (30,)], ids=["torch 2.11", "with a timeout"])
-def test_ctrl_c_reaches_ranks_as_sigterm(monkeypatch, arguments):
+def test_signals_of_a_terminal_reach_ranks_as_sigterm(monkeypatch, arguments):
     sent: list[tuple[object, ...]] = []
 
     def without_timeout(self, death_sig=signal.SIGTERM):
@@ -23,9 +23,10 @@ def test_ctrl_c_reaches_ranks_as_sigterm(monkeypatch, arguments):
 
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", with_timeout if arguments else without_timeout)
     supervisor = object.__new__(Supervisor)
-    supervisor._shutdown(signal.SIGINT, *arguments)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        supervisor._shutdown(number, *arguments)
     supervisor._shutdown()
-    assert [one[0] for one in sent] == [signal.SIGTERM, signal.SIGTERM]
+    assert [one[0] for one in sent] == [*[signal.SIGTERM] * 3, signal.SIGUSR1, signal.SIGTERM]
 
 
 def test_memory_that_cannot_be_read_shows_no_step(tmp_path):

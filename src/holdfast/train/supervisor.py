@@ -249,7 +249,8 @@ class Supervisor(LocalElasticAgent):
         for helper in (self._spares, self._fork_server):
             if helper:
                 helper.close()
-        super()._shutdown(signal.SIGTERM if death_sig == signal.SIGINT else death_sig, *more, **options)
+        kept = death_sig in (signal.SIGUSR1, signal.SIGKILL)  # ranks handle no other signal of a terminal
+        super()._shutdown(death_sig if kept else signal.SIGTERM, *more, **options)
         if self._records is not None:
             remove_if_empty(self._records)
 
