@@ -1,6 +1,7 @@
 """Ranks that are forked from a process which has imported everything: kills of each kind of process, and nothing left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -132,6 +133,20 @@ def test_killed_ranks_are_forked_again_and_without_the_server_new_processes_take
     assert run.process.wait(120) == 0, run.output.read_text()
     assert "Traceback" not in run.output.read_text()
     assert not [process for process in (*seen, *ranks, *last) if start_time(process)]
+
+
+def test_ranks_start_again_after_the_folder_for_temporary_files_was_emptied(start, tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    run = start(1_000_000, TMPDIR=str(folder))
+    ranks = run.ranks()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    os.kill(ranks[0], signal.SIGKILL)
+    run.wait(lambda: run.resumed() == 1, "resume")
+    run.ranks()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(120) == 0, run.output.read_text()
 
 
 def test_the_server_ends_with_a_killed_supervisor_and_the_ranks_go_on(start):

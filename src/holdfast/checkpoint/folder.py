@@ -9,7 +9,6 @@ process that can prove that this one is dead.
 import contextlib
 import ctypes
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.manifest import FILE_NAME
 from holdfast.system.atomic_files import fsync, publish_text, remove_temporaries, rename_into_place
-from holdfast.system.processes import this_machine, this_process
+from holdfast.system.processes import machine_key, this_process
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<machine>[0-9a-f]{16})-(?P<process>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.tmp")
@@ -54,7 +53,7 @@ def newest(path: Path | str) -> Path | None:
 
 def new_temporary(folder: Path, step: int) -> Path:
     process = this_process()
-    identity = f"{_machine()}-{process.pid}-{process.start}-{secrets.token_hex(4)}"
+    identity = f"{machine_key()}-{process.pid}-{process.start}-{secrets.token_hex(4)}"
     return folder / f".{step_folder_name(step)}.{identity}.tmp"
 
 
@@ -68,7 +67,7 @@ def remove_dead_temporaries(folder: Path) -> list[Path]:
     removed = []
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = TEMPORARY.fullmatch(entry.name)
-        if match and match["machine"] == _machine():
+        if match and match["machine"] == machine_key():
             writer = replace(this_process(), pid=int(match["process"]), start=int(match["start"]))
             if writer.is_dead():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -127,8 +126,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(number, os.strerror(number), str(other))
-
-
-def _machine() -> str:
-    """Boot and pid namespace, in which a process number has one meaning."""
-    return hashlib.sha256("\0".join(this_machine()).encode()).hexdigest()[:16]

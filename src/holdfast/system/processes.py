@@ -5,6 +5,7 @@ one machine: since one boot, and in one pid namespace (container).
 """
 
 import functools
+import hashlib
 import os
 import socket
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ def this_machine() -> tuple[str, str]:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
     except OSError:
         return "", ""
+
+
+def machine_key() -> str:
+    """A short name of this machine's boot and pid namespace, in which a process number has one meaning."""
+    return hashlib.sha256("\0".join(this_machine()).encode()).hexdigest()[:16]
 
 
 def this_process() -> ProcessIdentity:

@@ -10,12 +10,14 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from holdfast.system.atomic_files import publish_text
 from holdfast.system.cpu_features import avoid_amx_traps, explain_sigill, reports_amx
 from holdfast.system.errors import REFUSED, HoldfastError
 from holdfast.system.journal import BufferedJournal
+from holdfast.system.processes import machine_key, this_process
 from holdfast.system.progress import count_of, log
 from holdfast.train.flight_records import FOLDER as FLIGHT
 from holdfast.train.flight_records import describe_records, ranks_text, record_environment, remove_if_empty
@@ -49,6 +52,7 @@ from holdfast.train.standby import Spares
 from holdfast.train.timeline import now_text
 
 WORK_PREFIX = "holdfast-ranks-"
+WORK_FOLDER = re.compile(WORK_PREFIX + r"(?P<machine>[0-9a-f]{16})-(?P<process>\d+)-(?P<start>\d+)-.+")
 MONITOR_SECONDS = 0.1
 
 
@@ -86,9 +90,9 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     events = BufferedJournal(folder / "events.jsonl") if folder else None
     _remove_left_folders()
-    with tempfile.TemporaryDirectory(prefix=f"{WORK_PREFIX}{os.getpid()}-") as work:
+    own = this_process()
+    with tempfile.TemporaryDirectory(prefix=f"{WORK_PREFIX}{machine_key()}-{own.pid}-{own.start}-") as work:
         resolved = Path(work) / "config.toml"
-        publish_text(resolved, config_to_toml(config))
         _set_environment(config, logs)
         spares = None
         if config.parallel.standby:
@@ -98,7 +102,8 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
         if config.parallel.fork_server and config.parallel.max_restarts > 0:
             fork_server = ForkServer((sys.executable, "-u", "-m", "holdfast.train.fork_server", str(resolved)), logs)
         progress = RankProgress(folder, config.snapshot.snapshot_dir) if folder else None
-        supervisor = Supervisor(_spec(config, resolved, host, port), work, events, logs, progress, spares, fork_server)
+        spec = _spec(config, resolved, host, port)
+        supervisor = Supervisor(config, spec, resolved, events, logs, progress, spares, fork_server)
         try:
             raise_on_signals()
             result = supervisor.run()
@@ -114,11 +119,14 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
 
 
 def _remove_left_folders() -> None:
-    """Removes the folders of this user's supervisors that were killed: their name holds the process."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{WORK_PREFIX}*-*"):
-        process = folder.name.removeprefix(WORK_PREFIX).partition("-")[0]
+    """Removes the folders of this user's supervisors of this machine that were killed. Other machines may share the folder."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{WORK_PREFIX}*"):
+        match = WORK_FOLDER.fullmatch(folder.name)
+        if match is None or match["machine"] != machine_key():
+            continue
+        owner = replace(this_process(), pid=int(match["process"]), start=int(match["start"]))
         with contextlib.suppress(OSError):
-            if process.isdecimal() and not Path("/proc", process).exists() and folder.stat().st_uid == os.getuid():
+            if owner.is_dead() and folder.stat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -187,8 +195,9 @@ class Supervisor(LocalElasticAgent):
 
     def __init__(
         self,
+        config: Config,
         spec: WorkerSpec,
-        work: str,
+        resolved: Path,
         events: BufferedJournal | None,
         logs: Path,
         progress: "RankProgress | None",
@@ -196,8 +205,12 @@ class Supervisor(LocalElasticAgent):
         fork_server: ForkServer | None,
     ) -> None:
         super().__init__(
-            spec=spec, logs_specs=DefaultLogsSpecs(log_dir=work), start_method="spawn", exit_barrier_timeout=30
+            spec=spec,
+            logs_specs=DefaultLogsSpecs(log_dir=str(resolved.parent)),
+            start_method="spawn",
+            exit_barrier_timeout=30,
         )
+        self._config, self._resolved = config, resolved
         self._events, self._logs, self._progress = events, logs, progress
         self._spares, self._fork_server = spares, fork_server
         self.refusal: str | None = None
@@ -218,6 +231,8 @@ class Supervisor(LocalElasticAgent):
             spec, restart = worker_group.spec, worker_group.spec.max_restarts - self._remaining_restarts
             environments = rank_environments(worker_group, restart, self._failed_at)
             self._keep_records(environments, restart)
+            if not self._resolved.exists():  # also after /tmp was cleaned up during the run
+                publish_text(self._resolved, config_to_toml(self._config))
             command = (str(spec.entrypoint), *spec.args)
             self._pcontext = RankProcesses(command, environments, self._logs_specs, self._spares, self._fork_server)
             self._pcontext.start()
