@@ -1,6 +1,8 @@
 """`train --load` of a checkpoint in another format: converted once into the run folder, then loaded like any other.
 
 RUN/loaded/NAME-HASH/      the converted checkpoint; it may be deleted once the run has a checkpoint of its own
+
+The invariant: the hash is of the files as they are, so a source that was written again is converted again.
 """
 
 import hashlib
@@ -47,12 +49,20 @@ def with_converted_load(config: Config) -> Config:
     """The configuration that loads the converted checkpoint: its weights, from step 0, with a fresh optimizer."""
     assert config.train.load is not None and config.train.save is not None
     source = Path(config.train.load)
-    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
+    identity = repr((_files_of(source), config.model.vocab_size))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
     target = Path(config.train.save, "loaded", f"{source.resolve().stem}-{digest}")
     if not target.exists():
         log(f"converting {source} into {target}")
         convert(source, target, "holdfast", true_vocab_size=config.model.vocab_size)
     return replace(config, train=replace(config.train, load=str(target), finetune=True))
+
+
+def _files_of(source: Path) -> list[tuple[str, int, int]]:
+    """Path, size and time of every file of the source."""
+    whole = source.resolve()
+    paths = sorted(path for path in whole.rglob("*") if path.is_file()) if whole.is_dir() else [whole]
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
 def check_same_function(ours: ModelConfig, theirs: ModelConfig, source: Path) -> None:
