@@ -92,6 +92,18 @@ def test_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> N
     assert open_index(tmp_path, "squares", {}, build_slowly)["squares"][3] == 9
 
 
+@pytest.mark.parametrize("name", ["squares.npy", "description.json"])
+def test_an_index_that_lost_a_file_is_built_again(tmp_path: Path, name: str) -> None:
+    """Clusters clean their scratch disks file by file."""
+    before = open_index(tmp_path, "squares", {"n": 1000}, build_slowly)["squares"]
+    (folder,) = tmp_path.glob("squares-*")
+    (folder / name).unlink()
+    assert open_index(tmp_path, "squares", {"n": 1000}, build_slowly)["squares"][3] == 9
+    assert len((tmp_path / "builds.log").read_text().split()) == 2
+    assert before[999] == 999**2, "who has opened the old one keeps it"
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["builds.log", "squares"]
+
+
 def test_other_identity_is_another_index(tmp_path: Path) -> None:
     def build(value: int) -> dict[str, np.ndarray]:
         return open_index(tmp_path, "value", {"value": value}, lambda folder: np.save(folder / "value.npy", [value]))

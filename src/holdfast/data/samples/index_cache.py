@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.system.atomic_files import publish_folder
+from holdfast.system.atomic_files import publish_folder, remove_folder, temporary_beside
 from holdfast.system.errors import HoldfastError
 from holdfast.system.leases import BackgroundLease, HolderLiveness, Lease, OwnedLease, claim, newest_lease
 from holdfast.system.progress import log
 
 # Goes up when files are added or mean something else: an index of an older Holdfast is then rebuilt, not misread.
 FORMAT = 1
+DESCRIPTION = "description.json"
 POLL_SECONDS = 0.1
 LOG_AFTER_SECONDS = 5.0
 
@@ -36,7 +37,7 @@ def open_index(folder: Path, kind: str, identity: Mapping[str, Any], build: Call
     """The arrays of the index `kind` of this identity, by file stem; `build(temporary folder)` writes them if need be."""
     description = json.dumps({"format": FORMAT, "kind": kind, **identity}, sort_keys=True, indent=1)
     path = folder / f"{kind}-{hashlib.sha256(description.encode()).hexdigest()[:20]}"
-    if not path.exists():
+    if not _is_whole(path):
         _build_once(path, description, build)
     return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
 
@@ -53,17 +54,28 @@ def sample_identity(prefix: str, documents: range, **settings: Any) -> dict[str,
     return {"data": Path(prefix).name, **files, "documents": [documents.start, documents.stop], **settings}
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether all files of an index are there: many clusters remove single files that were not opened for weeks."""
+    try:
+        names = json.loads((path / DESCRIPTION).read_bytes()).get("files", [])
+    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+        return False
+    return all((path / name).is_file() for name in names)
+
+
 def _build_once(path: Path, description: str, build: Callable[[Path], None]) -> None:
     leases = path.with_name(f".{path.name}.building")
     holder = HolderLiveness(leases)
     try:
-        while not path.exists():
+        while not _is_whole(path):
             leases.mkdir(parents=True, exist_ok=True)
             last = newest_lease(leases)
             if last is None or holder.is_gone(last):
                 if owned := _claim(leases, last):
                     # If another process takes this one for dead, both build the same bytes.
                     with BackgroundLease(owned):
+                        if path.exists() and not _is_whole(path):
+                            remove_folder(path, temporary_beside(path))
                         _publish(path, description, build)
             else:
                 time.sleep(POLL_SECONDS)
@@ -78,11 +90,12 @@ def _publish(path: Path, description: str, build: Callable[[Path], None]) -> Non
     started = time.monotonic()
     try:
         with publish_folder(path) as temporary:
-            (temporary / "description.json").write_text(description)
             build(temporary)
+            files = sorted(file.name for file in temporary.iterdir())
+            (temporary / DESCRIPTION).write_text(json.dumps({**json.loads(description), "files": files}, indent=1))
     except (OSError, HoldfastError):
-        # Another process was faster; its index is whole.
-        if not path.exists():
+        # Another process was faster.
+        if not _is_whole(path):
             raise
     elapsed = time.monotonic() - started
     if elapsed > LOG_AFTER_SECONDS:
