@@ -38,3 +38,4 @@ def test_counts_agree_with_their_nouns() -> None:
         "1 bad line",
         "2,000 bad lines",
     ]
+    assert [progress.count_of(number, "micro batch") for number in (1, 3)] == ["1 micro batch", "3 micro batches"]

@@ -52,8 +52,9 @@ def log(message: str, *, short: str | None = None) -> None:
 
 
 def count_of(number: int, noun: str) -> str:
-    """A number with its noun, singular or plural: `1 bad line`, `2 bad lines`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """A number with its noun, singular or plural: `1 bad line`, `2 bad lines`, `3 batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def short_number(value: float) -> str:
