@@ -3,15 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from holdfast import generate
 from holdfast.cli import run
+from holdfast.generation.cache import SlotCache
 from holdfast.generation.loading import LoadedModel, load_model
+from holdfast.generation.model_step import feed
 from holdfast.generation.requests import GenerationRequest
 from holdfast.generation.sampling import GREEDY, Sampling
 from holdfast.generation.slots import SlotEngine
 from holdfast.generation.speculation import NgramProposer
 from holdfast.system.errors import HoldfastError, UsageError
+from tests.conversion.families import build_family
 from tests.conversion.holdfast_runs import POSITIONS, build_gpt, write_run
 from tests.conversion.test_holdfast_checkpoint import byte_level_tokenizer
 from tests.generation.test_engine import PROMPTS, greedy_by_transformers
@@ -26,8 +30,6 @@ def loaded(saved):
 @pytest.fixture(scope="module")
 def proposers(loaded):
     """n-grams, the model itself (every guess is right), a model with its first layer only, and one with other weights."""
-    import torch
-
     config = loaded.model.config
     layers = build_gpt(replace(config, num_layers=1))
     layers.load_state_dict(loaded.model.state_dict(), strict=False)
@@ -46,6 +48,20 @@ def test_greedy_texts_with_speculation_equal_transformers_token_for_token(saved,
     for proposer in proposers:
         found = generate(loaded, PROMPTS, max_new_tokens=14, temperature=0, speculate=proposer)
         assert [list(completion.tokens) for completion in found] == expected
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "llama-yarn", "gemma2"])
+def test_several_tokens_at_once_have_the_logits_of_single_ones(tmp_path, family):
+    """Also where the rotary angles depend on the length of the text so far."""
+    build_family(family).save_pretrained(tmp_path / "hf")
+    vocab, merges = byte_level_tokenizer(tmp_path / "tokenizer")
+    model = load_model(tmp_path / "hf", tokenizer={"vocab_file": vocab, "merge_file": merges}).model
+    tokens, start = torch.arange(3, 43)[None], torch.zeros(1, dtype=torch.int64)
+    caches = [SlotCache(model.config, 1, 40, model.dtype, torch.device("cpu")) for _ in range(2)]
+    with torch.no_grad():
+        together = [feed(model, tokens[:, at : at + 5], start + at, caches[0], 40) for at in range(0, 40, 5)]
+        single = [feed(model, tokens[:, at : at + 1], start + at, caches[1], 40) for at in range(40)]
+    torch.testing.assert_close(torch.cat(together, 1), torch.cat(single, 1), rtol=0, atol=1e-5)
 
 
 def test_requests_with_all_kinds_of_sampling_get_what_they_get_without_speculation(loaded, proposers):

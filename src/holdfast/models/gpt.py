@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
         `documents_BT`: the number of each token's document. `document_ends`: the same as the ends of `Segments`, which need no
         look at the values. `masks`: window of a layer → what its tokens attend to, instead of the tokens before them in their
-        documents.
+        documents: where a cache holds what precedes them.
         """
         tokens = x.shape[1] * (1 if self.is_first else self.sequence_shards)
         if positions_BT is None:
@@ -100,7 +100,7 @@ class GPT(nn.Module):
             x = self.embedding(x, positions_BT, None, self.dtype, keys and keys[-1][0])
         rotary = None
         if self.config.position_embedding_type == "rope":
-            cosine, sine = rotary_table(self.config, positions_BT, Shape.of(self.config).head)
+            cosine, sine = rotary_table(self.config, positions_BT, Shape.of(self.config).head, whole=masks is None)
             rotary = (cosine[:, None].to(self.dtype), sine[:, None].to(self.dtype))
         attended = masks if masks is not None else self._segments(tokens, x, documents_BT, document_ends)
         if self.fp8_scales is not None:

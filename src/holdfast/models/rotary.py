@@ -19,13 +19,18 @@ def rotary_width(config: ModelConfig, head: int) -> int:
     return int(head * config.rotary_percent)
 
 
-def rotary_table(config: ModelConfig, positions_BT: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (B, T, R) of the rotary angles, in fp64."""
+def rotary_table(config: ModelConfig, positions_BT: Tensor, head: int, whole: bool = False) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, T, R) of the rotary angles, in fp64.
+
+    `whole`: the rows are texts that are read at once. Otherwise each token is the last one of its text so far, which decides the
+    dynamic scaling.
+    """
     width = rotary_width(config, head)
     exponents = torch.arange(0, width, 2, device=positions_BT.device, dtype=torch.float64) / width
     base: Tensor | float = config.rotary_base
     if config.use_rope_scaling and config.rope_scaling_type == "dynamic":
-        base = _dynamic_base(config, positions_BT, width)
+        lengths = positions_BT.amax(dim=-1, keepdim=True) + 1 if whole else positions_BT + 1
+        base = _dynamic_base(config, lengths, width)[..., None]
     frequencies, factor = base**-exponents, 1.0
     if config.use_rope_scaling and config.rope_scaling_type != "dynamic":
         frequencies, factor = _scaled(config, frequencies, width)
@@ -34,12 +39,11 @@ def rotary_table(config: ModelConfig, positions_BT: Tensor, head: int) -> tuple[
     return angles.cos() * factor, angles.sin() * factor
 
 
-def _dynamic_base(config: ModelConfig, positions_BT: Tensor, width: int) -> Tensor:
-    """The base (B, 1, 1) that grows with the length of each row, beyond the original length."""
+def _dynamic_base(config: ModelConfig, lengths: Tensor, width: int) -> Tensor:
+    """The base that grows with the length of a text, beyond the original length."""
     factor, original = config.rope_scaling_factor, config.original_max_position_embeddings
-    length = (positions_BT.amax(dim=-1) + 1).clamp(min=original).double()
-    grown = (factor * length / original - (factor - 1)) ** (width / (width - 2))
-    return (config.rotary_base * grown)[:, None, None]
+    grown = factor * lengths.clamp(min=original).double() / original - (factor - 1)
+    return config.rotary_base * grown ** (width / (width - 2))
 
 
 def _scaled(config: ModelConfig, frequencies: Tensor, width: int) -> tuple[Tensor, float]:
