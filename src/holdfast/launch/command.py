@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from holdfast.command_line import flags
@@ -114,7 +115,7 @@ def print_or_submit(options: SlurmOptions, run: Path, scripts: dict[str, str], c
         publish_text(launch_folder(run) / name, text)
     jobs = launched_run.submit(run, list(scripts))
     log(f"submitted {', '.join(f'{name} as job {job}' for name, job in zip(scripts, jobs, strict=True))}")
-    log(f"follow it with: holdfast launch status {run}   or   holdfast launch logs -f {run}")
+    log(f"follow it with: holdfast launch status {quote(str(run))}   or   holdfast launch logs -f {quote(str(run))}")
     print_jobs(run, jobs, options.json)
 
 
@@ -224,7 +225,7 @@ def launch_resume(options: ResumeOptions) -> None:
     from holdfast.launch.launched_run import resume
 
     jobs = resume(options.run)
-    log(f"submitted again; follow it with: holdfast launch status {options.run}")
+    log(f"submitted again; follow it with: holdfast launch status {quote(str(options.run))}")
     print_jobs(options.run, jobs, options.json)
 
 

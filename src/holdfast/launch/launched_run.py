@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from holdfast.command_line.results import print_json
@@ -128,7 +129,7 @@ def print_logs(run: Path, follow: bool, as_json: bool = False) -> None:
             print(header + text, end="", flush=True)
         printed = path
     if printed is None:
-        log(f"no job of {run} has printed anything yet; `holdfast launch status {run}` shows their state")
+        log(f"no job of {run} has printed anything yet; `holdfast launch status {quote(str(run))}` shows their state")
 
 
 def new_lines(run: Path, follow: bool) -> Iterator[tuple[str, Path, str]]:
@@ -154,7 +155,7 @@ def stop(run: Path, now: bool, timeout: float) -> list[str]:
     """Ends the run's jobs. Running training is asked to persist and stop first; it is cancelled after `timeout` seconds."""
     active = [state for state in job_states(run) if state.active]
     if not active:
-        raise HoldfastError(f"no job of {run} is active; `holdfast launch status {run}` shows how it ended")
+        raise HoldfastError(f"no job of {run} is active; `holdfast launch status {quote(str(run))}` shows how it ended")
     training = [state for state in active if state.script == "train.sbatch" and "RUNNING" in state.state and not now]
     for state in active:
         if state not in training:
