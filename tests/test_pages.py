@@ -1,8 +1,9 @@
 """Every `bash` and `python` block of the reference pages runs as it is printed, on a small text, tokenizer and model.
 
-The blocks of data.md are run by tests/data/test_data_page.py.
+The blocks of data.md are run by tests/data/test_data_page.py, those of clusters.md by tests/launch/test_clusters_page.py.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.fenced_blocks import ROOT, bash_blocks, python_blocks, run_blocks, ru
 from tests.test_guides import jsonl, prepare_bert, shrink_config, texts
 
 DOCS = ROOT / "docs"
-PAGES = ("checkpoints", "convert", "evaluate", "generate", "preprocess", "report", "snapshots")
+PAGES = ("checkpoints", "configuration", "convert", "evaluate", "generate", "preprocess", "report", "snapshots")
 LOOP = """
 import torch
 steps, model = 3, torch.nn.Linear(4, 1)
@@ -102,6 +103,15 @@ def test_the_blocks_of_the_fetch_page_run(folder, tmp_path):
     run_python_blocks(DOCS / "fetch.md", folder, HOLDFAST_CACHE=str(cache))
 
 
+def test_the_dialogue_of_the_configuration_page_is_what_the_program_prints():
+    dialogue = re.findall(r"^    \$ holdfast (.*)\n    (.*)$", (DOCS / "configuration.md").read_text(), re.MULTILINE)
+    assert len(dialogue) == 2
+    for command, answer in dialogue:
+        call = [sys.executable, "-m", "holdfast", *command.split()]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (2, f"{answer}\n")
+
+
 def test_every_page_with_blocks_is_run():
     with_blocks = {page.stem for page in DOCS.glob("*.md") if bash_blocks(page) or python_blocks(page)}
-    assert with_blocks == {*PAGES, "bert", "data", "fetch", "serve", "training", "tutorial"}
+    assert with_blocks == {*PAGES, "bert", "clusters", "data", "fetch", "serve", "training", "tutorial"}
