@@ -30,7 +30,7 @@ def reporter_of(folder, tensorboard=False):
 
 def test_a_line_shows_step_loss_rate_and_time_left():
     line = terminal_line(RECORD, 100, 3725.0)
-    assert line == "step   3/100  loss 4.5200  lr 3.00e-04  grad 1.30  812 tok/s  ETA 1:02:05"
+    assert line == "step   3/100  loss 4.5200  lr 3.00e-04  grad 1.30     812 tok/s  ETA 1:02:05"
 
 
 @pytest.mark.parametrize(("record", "iterations"), [(RECORD, 100), (LARGE, 500_000), (RECORD, 10_000_000)])
@@ -38,6 +38,16 @@ def test_a_line_shows_step_loss_rate_and_time_left():
 def test_a_line_fits_a_terminal(record, iterations, left):
     line = terminal_line(record, iterations, left)
     assert "\n" not in line and len(line) <= 80, len(line)
+
+
+def test_lines_of_a_run_have_the_same_columns_whatever_its_speed():
+    for iterations in (100, 1000, 10_000, 100_000):
+        lines = [
+            terminal_line({**RECORD, "tokens_per_s": rate}, iterations, left)
+            for rate in (812.0, 6.2e3, 10.8e3, 120.5e3)
+            for left in (None, 1700.0)
+        ]
+        assert len({line.index(" tok/s") for line in lines}) == 1 and len({"grad" in line for line in lines}) == 1
 
 
 def test_an_evaluation_gets_a_second_line():

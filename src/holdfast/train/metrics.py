@@ -215,13 +215,14 @@ def terminal_line(record: dict[str, Any], iterations: int, seconds_left: float |
         "loss": f"loss {_digits(record['loss'])}",
         "lr": f"lr {record['lr']:.2e}",
         "norm": f"grad {_digits(record['grad_norm'], 2)}",
-        "rate": f"{short_number(record['tokens_per_s'])} tok/s",
+        "rate": f"{short_number(record['tokens_per_s']):>6} tok/s",
         "left": "" if seconds_left is None else f"ETA {clock_time(seconds_left)}",
     }
+    room = COLUMNS if parts["left"] else COLUMNS - len("  ETA 0:00:00")  # the next lines have the same columns
     for dropped in ("", "norm", "lr"):
         parts.pop(dropped, None)
         line = "  ".join(filter(None, parts.values()))
-        if len(line) <= COLUMNS:
+        if len(line) <= room:
             break
     if "validation_loss" in record:
         line += (
