@@ -18,6 +18,7 @@ import torch
 from holdfast.checkpoint.layout import lay_out
 from holdfast.checkpoint.state import describe
 from holdfast.snapshot import Snapshots
+from holdfast.snapshot.keeper.client import start_keeper
 from holdfast.snapshot.memory.arena import Arena
 from holdfast.snapshot.memory.copier import Copier, Copy
 from holdfast.snapshot.memory.run_memory import (
@@ -103,6 +104,14 @@ def test_a_start_during_the_keepers_clean_up_keeps_its_memory(tmp_path, memory):
     page["status"] = 2
     assert keeper._free(keeper._claims())
     assert not run_memory.path.exists()
+
+
+def test_a_relative_memory_folder_serves_the_keeper_which_has_another_working_directory(tmp_path, memory, monkeypatch):
+    monkeypatch.chdir(memory.parent)
+    run_memory = RunMemory.of("relative", tmp_path, memory.name)
+    run_memory.make()
+    start_keeper(run_memory)
+    assert keeper_alive(run_memory)
 
 
 def _query_forever(run_memory):

@@ -53,7 +53,8 @@ TEMPORARY_FILE = re.compile(r"\..+\.(?P<process>\d+)(-[0-9a-f]{8})?\.tmp|pulled-
 
 
 def user_folder(memory: Path | str = MEMORY) -> Path:
-    return Path(memory) / f"holdfast-{os.getuid()}"
+    # Absolute: the keeper has another working directory.
+    return Path(memory).absolute() / f"holdfast-{os.getuid()}"
 
 
 @dataclass(frozen=True)
