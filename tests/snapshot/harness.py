@@ -412,6 +412,12 @@ def shorten_waits(snapshots: Any) -> None:
     keeper_status.HUNG_SECONDS = keeper_client.FAILED_SAVE_SECONDS = 3.0
 
 
+def wait_for_disk(snapshots: Any) -> None:
+    from holdfast.checkpoint.folder import checkpoints_in
+
+    wait_for(lambda: checkpoints_in(snapshots.folder), "a checkpoint")
+
+
 def remove_memory(snapshots: Any) -> None:
     shutil.rmtree(snapshots.run_memory.path.parent)
 

@@ -47,6 +47,40 @@ def test_memory_serves_another_world(run, oracle, layout, world, new_layout, new
     wait_for(lambda: nothing_left(run.memory), "old and new memory to be freed")
 
 
+@pytest.mark.parametrize("save_every", [0, 6])
+def test_steps_that_were_lost_with_the_memory_are_counted_and_the_loss_is_named(run, check, save_every):
+    """After a reboot, for example. The log of `holdfast train` shows how far the run was."""
+    run.save_every = save_every
+    run.faults = [
+        Fault("wait_for_disk", rank=0, step=6, point="saved"),
+        Fault("kill keeper", rank=0, step=8, point="forward"),
+        Fault("kill", rank=-1, step=8, point="backward"),
+    ]
+    assert not launch(run).wait(run)
+    shutil.rmtree(run.memory / f"holdfast-{os.getuid()}")
+    (run.folder / "metrics.jsonl").write_bytes(b'{"iteration":7}\n{"iteration":8}\n{"itera')
+    run.faults = []
+    assert check(run, lost=2, sources=("disk",)) == 0
+    (lost,) = [event for event in run.events("snapshot") if event["outcome"] == "lost"]
+    assert lost["step"] == 8
+    assert [(event["step"], event["steps_lost"]) for event in run.events("resumed")] == [(6, 2)][:save_every]
+
+
+def test_a_step_that_one_rank_alone_holds_is_named(run, check):
+    run.save_every = 4
+    run.faults = [
+        Fault("wait_for_disk", rank=0, step=4, point="saved"),
+        Fault("kill keeper", rank=0, step=6, point="forward"),
+        Fault("kill", rank=-1, step=6, point="backward"),
+    ]
+    assert not launch(run).wait(run)
+    (arena,) = run.memory.rglob("rank-00001-*.arena")
+    arena.unlink()
+    run.faults = []
+    assert check(run, lost=2, sources=("disk",)) == 0
+    assert any("of ranks [0] alone" in event["reason"] for event in run.events("snapshot"))
+
+
 def test_another_model_is_refused_by_name_and_memory_is_kept(run, check):
     run.faults = [Fault("kill", rank=-1, step=6, point="committed")]
     assert not launch(run).wait(run)

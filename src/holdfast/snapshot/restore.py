@@ -5,10 +5,14 @@ copy of it, or the next older step, is tried. The invariants: what `restore` loa
 step on all ranks, and is the newest of its kind; a run that has any state starts at step 0 only if the user removes that state.
 """
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import orjson
 
 from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.checkpoint.json_state import decode
@@ -23,6 +27,8 @@ from holdfast.snapshot.ranks.rank_group import RankGroup
 from holdfast.snapshot.restore_memory import Candidate, LoadedState, RejectedState, list_candidates, load_candidate
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import count_of, log
+
+TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ def restore(context: RestoreContext) -> Resumed:
     begin = time.perf_counter()
     rank_group = context.rank_group
     # A step that one rank has not done was not done; a rank that never ran on this node does not count.
-    reached = min(filter(None, rank_group.gather(context.reached)), default=0)
+    reached = min(filter(None, rank_group.gather(context.reached)), default=0) or _report_lost_memory(context)
     suspect: int | None = rank_group.gather(context.nan_guard.suspected() if rank_group.rank == 0 else None)[0]
     if rank_group.first_on_node:
         # Other nodes may pull from it. A keeper that was killed a moment ago may still have looked alive.
@@ -117,6 +123,35 @@ def _list_checkpoints(context: RestoreContext) -> list[tuple[int, str]]:
     first = context.rank_group.rank == 0
     found = [(step, str(path)) for step, path in checkpoints_in(context.folder)] if first else None
     return [(step, path) for step, path in context.rank_group.gather(found)[0]]
+
+
+def _report_lost_memory(context: RestoreContext) -> int:
+    """No node has memory of the run: the last step in its log, or 0. Steps after the newest checkpoint are lost."""
+    reached: int = 0
+    if context.rank_group.rank == 0:
+        reached = _last_logged(context.folder / "metrics.jsonl")
+        newest = max((step for step, _ in checkpoints_in(context.folder)), default=0)
+        if reached > newest:
+            on_disk = f"the newest checkpoint is of step {newest}" if newest else "no checkpoint is on disk"
+            reason = f"the run reached step {reached}; memory holds nothing of it any more, and {on_disk}"
+            log(f"warning: {reason}")
+            context.event("snapshot", step=reached, outcome="lost", reason=reason)
+    found: int = context.rank_group.gather(reached)[0]
+    return found
+
+
+def _last_logged(metrics: Path) -> int:
+    """The iteration of the last record of metrics.jsonl; 0 without one."""
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            return int(orjson.loads(line)["iteration"])
+    return 0
 
 
 def _by_preference(

@@ -119,9 +119,6 @@ def list_candidates(rank_group: RankGroup, committed: int, event: Callable[..., 
                     own += [asdict(location) for location in _list_slots(arena, run_memory.node, peer, damaged.append)]
     gathered = rank_group.gather([own, damaged])
     unusable = [message for _, messages in gathered for message in messages]
-    for message in unusable if rank_group.rank == 0 else ():
-        log(f"{message}; it is skipped")
-        event("snapshot", outcome="rejected", reason=message)
     locations = [Location(**entry) for entries, _ in gathered for entry in entries]
     by_rank: dict[tuple[int, int], dict[int, list[Location]]] = defaultdict(lambda: defaultdict(list))
     for location in sorted(locations, key=lambda location: location.peer):
@@ -134,6 +131,9 @@ def list_candidates(rank_group: RankGroup, committed: int, event: Callable[..., 
             f"step {c.step} of ranks {sorted(c.locations)} alone" for c in sorted(candidates, key=lambda c: c.step)
         )
         unusable.append(f"no step is complete: {', '.join(partial)}")
+    for message in unusable if rank_group.rank == 0 else ():
+        log(f"{message}; it is skipped")
+        event("snapshot", outcome="rejected", reason=message)
     return HeldState(whole, max((location.sequence for location in locations), default=0), unusable)
 
 
