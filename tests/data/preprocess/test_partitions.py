@@ -1,5 +1,6 @@
 """Shares made one by one, in any order, merge to the bytes of one run; finished ones are not made again."""
 
+import fcntl
 import gzip
 import json
 from pathlib import Path
@@ -52,6 +53,24 @@ def test_more_shares_than_units_leave_some_empty(tmp_path: Path, small_bpe: Toke
     assert pair(tmp_path / "out_text_document") == dataset_bytes(
         megatron_documents(few, "text", small_bpe.build(), False)
     )
+
+
+def test_a_second_join_is_refused_while_the_first_one_runs(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(prose(5)))
+
+    def run(index: int | None) -> Summary:
+        arguments = {**small_bpe.arguments(), "partitions": 2, "partition_index": index}
+        return preprocess(tmp_path / "a.jsonl", tmp_path / "out", **arguments)  # type: ignore[arg-type]
+
+    run(0)
+    run(1)
+    with (tmp_path / "out.joining").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(HoldfastError, match=r"another process joins the partitions .*out\.joining is locked"):
+            run(None)
+    assert not list(tmp_path.glob("out_text_document.*"))
+    assert run(None).documents == 5
+    assert not (tmp_path / "out.joining").exists()
 
 
 def test_the_joined_dataset_has_a_record_and_replaces_no_other(tmp_path: Path, small_bpe: TokenizerFiles) -> None:

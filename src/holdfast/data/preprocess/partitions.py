@@ -4,7 +4,11 @@ Partition K of N becomes PREFIX_K_..., as Megatron names its partitions. A finis
 partitions merged are byte for byte what one run builds.
 """
 
+import contextlib
+import fcntl
+import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from holdfast.data.preprocess.provenance import Summary, completed_summary, desc
 from holdfast.data.preprocess.units import Partition
 from holdfast.data.preprocess.workers import WorkerPool
 from holdfast.system.atomic_files import publish_bytes
+from holdfast.system.errors import HoldfastError
 
 
 def build_partitions(task: DatasetBuild, pool: WorkerPool) -> Summary:
@@ -41,20 +46,37 @@ def _join(task: DatasetBuild, partitions: list[DatasetBuild], pool: WorkerPool) 
     # A partition built from the same input is kept, also where the joined dataset is to be replaced.
     summaries = [completed_summary(one.record, one.settings()) or build(one, pool) for one in partitions]
     refuse_changed_input(task, settings)
-    publish_bytes(joining, b"")
-    record.unlink(missing_ok=True)
-    merged = [
-        merge([one.outputs[key] for one in partitions], output, overwrite=True)
-        for key, output in enumerate(task.outputs)
-    ]
-    summary = replace(
-        _sum(summaries), outputs=tuple(task.outputs), seconds=time.monotonic() - started, provenance=str(record)
-    )
-    _join_bad_lines(task, partitions)
-    sizes = [(one.bin_bytes, one.sequences, one.documents) for one in merged]
-    publish_bytes(record, describe(task, summary, settings, sizes, {}))
-    joining.unlink()
+    with _only_one(joining):
+        record.unlink(missing_ok=True)
+        merged = [
+            merge([one.outputs[key] for one in partitions], output, overwrite=True)
+            for key, output in enumerate(task.outputs)
+        ]
+        summary = replace(
+            _sum(summaries), outputs=tuple(task.outputs), seconds=time.monotonic() - started, provenance=str(record)
+        )
+        _join_bad_lines(task, partitions)
+        sizes = [(one.bin_bytes, one.sequences, one.documents) for one in merged]
+        publish_bytes(record, describe(task, summary, settings, sizes, {}))
+        joining.unlink()
     return summary
+
+
+@contextlib.contextmanager
+def _only_one(joining: Path) -> Iterator[None]:
+    """Creates the file and locks it, so that a second call is refused while this one joins."""
+    with joining.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HoldfastError(f"another process joins the partitions right now ({joining} is locked)") from None
+        except OSError:
+            pass  # a file system without flock
+        if not joining.exists() or not os.path.samestat(joining.stat(), os.fstat(file.fileno())):
+            raise HoldfastError(
+                "another process has just joined the partitions; run the command again to see its result"
+            )
+        yield
 
 
 def _join_bad_lines(task: DatasetBuild, partitions: list[DatasetBuild]) -> None:
