@@ -239,6 +239,15 @@ def test_a_null_in_parquet_is_a_bad_line_and_a_missing_column_is_named(
         preprocess(tmp_path / "a.parquet", tmp_path / "other", **small_bpe.arguments(), json_keys=["body"])  # type: ignore[arg-type]
 
 
+def test_two_columns_of_one_name_in_parquet_are_named(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(HoldfastError, match=r"a\.parquet has several columns 'text'"):
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+
+
 def test_a_text_file_is_one_document(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
     texts = ["first file\n\nwith paragraphs\n", "second file, without a last line break"]
     (tmp_path / "a.txt").write_text(texts[0], encoding="utf-8-sig")  # its mark is no part of the text

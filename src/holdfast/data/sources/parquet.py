@@ -37,6 +37,9 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
         raise HoldfastError(
             f"{unit.path} has no column '{missing[0]}', only {columns}: name the column of the text with --json-keys"
         )
+    twice = [key for key in keys if file.schema_arrow.names.count(key) > 1]
+    if twice:
+        raise HoldfastError(f"{unit.path} has several columns '{twice[0]}': write it again with one of them")
     try:
         for rows in file.iter_batches(BATCH_ROWS, row_groups=[unit.start], columns=list(keys), use_threads=False):
             yield _batch([rows.column(key).to_pylist() for key in keys], keys, rows.nbytes)
