@@ -4,8 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from holdfast.config import Config, DataConfig, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from holdfast.models.gpt import GPT
+from holdfast.parallel.tensor import apply_tensor_parallel, local
 from holdfast.system.journal import read_journal
 from holdfast.train.checks.preflight import resolve
 from holdfast.train.worker import run_worker
@@ -166,3 +171,39 @@ def test_options_of_llama_qwen_mistral_and_gemma_in_two_layouts_at_once(prefix, 
     expected = train_on(1, tiny(prefix, tmp_path / "alone", **options), ParallelConfig())
     parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)
     assert_same_curve(train_on(4, tiny(prefix, tmp_path / "parallel", **options), parallel), expected)
+
+
+def compare_gradients_of_the_embedding(sequence: bool) -> None:
+    """Compares this rank's rows with the same rows of the gradient without tensor parallelism."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    tokens = torch.randint(0, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(1))
+    for untied in (False, True):
+        sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+        config = ModelConfig(**sizes, untie_embeddings_and_output_weights=untied)
+        models = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            models.append(GPT(config, vocab_size=VOCABULARY, padded_vocab_size=98, max_positions=16))
+        apply_tensor_parallel(models[1], mesh, sequence)
+        for model in models:
+            model(tokens[:, :-1], tokens[:, 1:]).sum().backward()
+        whole, shard = (model.embedding.word_embeddings.weight for model in models)
+        assert shard.grad.placements == shard.placements
+        expected = whole.grad.chunk(2)[mesh.get_local_rank()]
+        torch.testing.assert_close(local(shard.grad), expected, rtol=1e-4, atol=1e-5)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_tensor_parallel_rank_has_the_gradient_of_its_own_rows_of_the_embedding(sequence):
+    spawn_ranks(2, compare_gradients_of_the_embedding, sequence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2-fsdp2", "tp2-zero1"])
+def test_a_separate_output_matrix_gives_the_curve_of_one_process(layout, prefix, tmp_path):
+    options = {"untie_embeddings_and_output_weights": True}
+    expected = train_on(1, tiny(prefix, tmp_path / "alone", **options), ParallelConfig())
+    world, parallel = LAYOUTS[layout]
+    assert_same_curve(train_on(world, tiny(prefix, tmp_path / "parallel", **options), parallel), expected)

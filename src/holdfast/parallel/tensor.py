@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn import functional as F
 
 from holdfast.models.dropout import DropoutKeys
 from holdfast.models.loss import VocabShard
@@ -33,7 +34,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence_parallel:
     plan: dict[str, ParallelStyle] = {}
     names = dict(model.named_modules())
     if "embedding.word_embeddings" in names:
-        plan["embedding.word_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        plan["embedding.word_embeddings"] = ShardedLookup(stream)
     if sequence_parallel:
         for name in ("embedding.position_embeddings", "embedding.tokentype_embeddings"):
             if name in names:
@@ -57,6 +58,31 @@ class ShardRows(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             rows = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(rows))
+        return module
+
+
+class ShardedLookup(ShardRows):
+    """An embedding sharded by rows: each rank looks up the tokens of its own rows, and the sum over the ranks is given back.
+
+    The gradient is that of the own rows. RowwiseParallel makes one of all rows on every rank.
+    """
+
+    def __init__(self, output: Placement) -> None:
+        super().__init__()
+        self._output = output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+
+        def look_up(tokens: Tensor) -> Tensor:
+            weight: Tensor = module.weight.to_local()  # type: ignore[union-attr, operator]
+            rows = tokens - device_mesh.get_local_rank() * len(weight)
+            others = (rows < 0) | (rows >= len(weight))
+            found = F.embedding(rows.masked_fill(others, 0), weight).masked_fill(others[..., None], 0)
+            partial = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
+            return partial.redistribute(placements=[self._output]).to_local()
+
+        module.forward = look_up
         return module
 
 
