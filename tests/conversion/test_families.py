@@ -154,6 +154,17 @@ def test_buffers_in_old_files_of_gpt_neox_are_left_out(tmp_path):
     assert read_model(tmp_path / "hf").tensors.keys() == before
 
 
+def test_the_output_matrix_of_gpt_neox_has_two_names(tmp_path):
+    """transformers 5 saves that of its own code where it is asked not to save the original format."""
+    model = build_family("gpt-neox")
+    model.save_pretrained(tmp_path / "original")
+    model.save_pretrained(tmp_path / "renamed", save_original_format=False)
+    assert "lm_head.weight" in load_file(tmp_path / "renamed/model.safetensors")
+    for name in ("original", "renamed"):
+        convert(tmp_path / name, tmp_path / f"{name}-again", verify=True)
+    assert_same_folder(tmp_path / "renamed-again", tmp_path / "original-again")
+
+
 def assert_same_folder(found, wanted, but=()):
     names = sorted(path.name for path in wanted.iterdir())
     assert names == sorted(path.name for path in found.iterdir())

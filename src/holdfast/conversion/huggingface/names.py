@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from holdfast.conversion.huggingface.families import FAMILIES
-from holdfast.conversion.model import Architecture, drop_tied_copy
+from holdfast.conversion.model import OUTPUT_LAYER, Architecture, drop_tied_copy
 from holdfast.conversion.tensors import Tensor, equal, vstack
 from holdfast.system.errors import HoldfastError
 
@@ -78,8 +78,11 @@ def from_huggingface(
 
 
 def with_prefixes(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Models saved without their head have no prefix; GPT-2's own files are like that."""
-    wanted = FAMILIES[model_type].stem
+    """Models saved without their head have no prefix; GPT-2's own files are like that. transformers 5 calls the output matrix of
+    GPT-NeoX lm_head, and saves it so on request."""
+    wanted, output = FAMILIES[model_type].stem, FAMILIES[model_type].top[OUTPUT_LAYER]
+    if output == "embed_out.weight" and output not in tensors:
+        tensors = {output if name == "lm_head.weight" else name: tensor for name, tensor in tensors.items()}
     if any(name.startswith(wanted) for name in tensors):
         return {_modern(name): tensor for name, tensor in tensors.items()}
     heads = ("lm_head.", "cls.", "embed_out.")
