@@ -239,10 +239,25 @@ def test_tokens_that_were_added_to_a_gpt2_tokenizer_are_read_and_written(tmp_pat
 
 def test_tokens_that_were_added_to_a_bert_tokenizer_are_read(tmp_path):
     theirs = saved_with_more_tokens(tmp_path / "hf", "bert")
-    found = tokenizer_in(tmp_path / "hf", "bert")
+    found = tokenizer_in(tmp_path / "hf", "bert", len(theirs))
     text = "the [MASK] Hellothere fox"
     tokenizer = AnyTokenizer(recipe_of(found))
     assert tokenizer.encode(text) == theirs.encode(text) and tokenizer.mask == theirs.mask_token_id
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "added_tokens.json"])
+def test_added_tokens_for_which_the_model_has_no_row_do_not_count(gpt2, tmp_path, name):
+    """A padding token, added without making the embedding larger."""
+    source, _, _ = gpt2
+    folder = convert(source, tmp_path / "hf")
+    (folder / "tokenizer.json").unlink()
+    stated = (
+        {"added_tokens": [{"id": VOCABULARY, "content": "[PAD]"}]}
+        if name == "tokenizer.json"
+        else {"[PAD]": VOCABULARY}
+    )
+    (folder / name).write_text(json.dumps(stated))
+    assert load_model(folder).tokenizer.recipe.tokenizer_type == "GPT2BPETokenizer"
 
 
 def test_added_tokens_without_a_tokenizer_json_are_refused_and_not_ignored(tmp_path):

@@ -75,7 +75,7 @@ def read_huggingface(path: Path) -> Model:
         facts={"kind": "huggingface", "model_type": model_type, "files": len(regions), "config": config},
         regions=list(regions),
         unchecked=budget.unchecked,
-        tokenizer=tokenizer_in(path, arch.model_type),
+        tokenizer=tokenizer_in(path, arch.model_type, arch.padded_vocab_size),
         special_ids=valid_ids(config, SPECIAL_IDS, arch.padded_vocab_size),
         generation=_generation(path, arch.padded_vocab_size),
         copied_files={name: path / name for name in TOKENIZER_FILES if (path / name).is_file()},
@@ -90,22 +90,22 @@ def _generation(path: Path, size: int) -> dict[str, Any]:
     return {name: value for name, value in stated.items() if name not in ids} | valid_ids(stated, ids, size)
 
 
-def tokenizer_in(path: Path, family: str) -> dict[str, str]:
-    """The tokenizer of a folder, by Megatron's type name and its files."""
+def tokenizer_in(path: Path, family: str, rows: int) -> dict[str, str]:
+    """The tokenizer of a folder, by Megatron's type name and its files. `rows`: those of the model's embedding."""
     there = {
         name: str(path / name)
         for name in ("vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer.model")
         if (path / name).is_file()
     }
     settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
-    if family == "bert" and "vocab.txt" in there and _is_plain(path, settings, BERT_SPECIAL):
+    if family == "bert" and "vocab.txt" in there and _is_plain(path, settings, BERT_SPECIAL, rows):
         cased = settings.get("do_lower_case") is False
         return {
             "tokenizer_type": "BertWordPieceCase" if cased else "BertWordPieceLowerCase",
             "vocab_file": there["vocab.txt"],
         }
     byte_level = settings.get("tokenizer_class") in (None, "GPT2Tokenizer", "GPT2TokenizerFast")
-    if byte_level and {"vocab.json", "merges.txt"} <= there.keys() and _is_plain(path, settings, (END_OF_TEXT,)):
+    if byte_level and {"vocab.json", "merges.txt"} <= there.keys() and _is_plain(path, settings, (END_OF_TEXT,), rows):
         files = {"vocab_file": there["vocab.json"], "merge_file": there["merges.txt"]}
         return {"tokenizer_type": "GPT2BPETokenizer", **files}
     for name, kind in (("tokenizer.json", "HuggingFaceTokenizer"), ("tokenizer.model", "Llama2Tokenizer")):
@@ -114,17 +114,19 @@ def tokenizer_in(path: Path, family: str) -> dict[str, str]:
     return {}
 
 
-def _is_plain(path: Path, settings: Mapping[str, Any], known: Collection[str]) -> bool:
-    """Whether the vocabulary's files alone decide the ids: no settings of another form, and no tokens beside the known ones."""
+def _is_plain(path: Path, settings: Mapping[str, Any], known: Collection[str], rows: int) -> bool:
+    """Whether the vocabulary's files alone decide the ids: no settings of another form, and no tokens beside the known ones.
+
+    Added tokens without a row in the embedding do not count: the model was not made larger for them."""
     if any(settings.get(key, usual) != usual for key, usual in USUAL_SETTINGS.items()):
         return False
+    added: Any = read_json(path / "added_tokens.json") if (path / "added_tokens.json").is_file() else {}
     if (path / "tokenizer.json").is_file():
-        added = read_bounded_json(path / "tokenizer.json", MAX_BYTES, "tokenizer.json", MAX_VALUES).get("added_tokens")
-        return isinstance(added or [], list) and all(
-            isinstance(each, dict) and each.get("content") in known for each in added or ()
-        )
-    added = read_json(path / "added_tokens.json") if (path / "added_tokens.json").is_file() else {}
-    return added.keys() <= set(known)
+        stated = read_bounded_json(path / "tokenizer.json", MAX_BYTES, "tokenizer.json", MAX_VALUES).get("added_tokens")
+        if not isinstance(stated or [], list) or not all(isinstance(each, dict) for each in stated or ()):
+            return False
+        added = {str(each.get("content")): each.get("id") for each in stated or ()}
+    return all(name in known or (isinstance(number, int) and number >= rows) for name, number in added.items())
 
 
 def read_weights(path: Path, budget: Budget) -> tuple[dict[str, Tensor], list[Region]]:
