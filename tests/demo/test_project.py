@@ -48,6 +48,23 @@ def test_inputs_may_have_characters_that_the_shell_and_make_treat_specially(tmp_
     assert done.stdout.splitlines()[2:4] == ["--input", str(place / "a;b.jsonl")], done.stderr
 
 
+def test_a_prompt_reaches_the_program_as_it_is_and_without_a_run_make_train_is_named(tmp_path, corpus):
+    folder = tmp_path / "model"
+    run(["init", str(folder), "--input", str(corpus)])
+
+    def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "-s", "-C", str(folder), "HOLDFAST=printf '%s|'", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    for goal in ("generate", "report", "evaluate"):
+        done = make(goal)
+        assert done.returncode == 2 and done.stdout == "" and "there is no run yet; first: make train" in done.stderr
+    (folder / "run").mkdir()
+    prompt = 'it\'s a "test" of `pwd`; \\n'
+    assert make("generate", f"PROMPT={prompt}").stdout == f"generate|run|--prompt|{prompt}|"
+    assert make("generate").stdout == "generate|run|--prompt|The|"
+
+
 def test_a_path_that_no_makefile_can_name_and_numbers_below_1_are_refused(tmp_path):
     (tmp_path / "a\\b.jsonl").write_text("{}")
     with pytest.raises(UsageError, match="backslash"):

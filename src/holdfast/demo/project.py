@@ -51,7 +51,7 @@ MAKEFILE = """\
 # make evaluate   perplexity of the documents that training did not see
 HOLDFAST ?= {holdfast}
 INPUT := {inputs}
-PROMPT ?= The
+export PROMPT ?= The
 
 .PHONY: train report generate evaluate
 train: data_text_document.idx
@@ -64,13 +64,16 @@ data_text_document.idx: tokenizer/vocab.json
 	$(HOLDFAST) preprocess --input $(INPUT) --output-prefix data --append-eod \\
 		--vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt
 
-report:
+run:
+	@echo 'there is no run yet; first: make train' >&2; exit 1
+
+report: | run
 	$(HOLDFAST) report run --output report.html
 
-generate:
-	$(HOLDFAST) generate run --prompt "$(PROMPT)"
+generate: | run
+	$(HOLDFAST) generate run --prompt "$$PROMPT"
 
-evaluate:
+evaluate: | run
 	$(HOLDFAST) evaluate run --data-path data_text_document --split 98,2,0 --part valid
 """
 
