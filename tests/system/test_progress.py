@@ -1,10 +1,15 @@
-"""Progress where there is no terminal: a line now and then, with how far, how fast and how long still."""
+"""Progress: a bar on a terminal; elsewhere a line now and then, with how far, how fast and how long still."""
 
 import re
+import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
 from holdfast.system import progress
+from tests.tmux import TmuxScreen, needs_tmux
+from tests.train.test_start import wait_for
 
 
 def test_a_plain_line_has_the_rate_and_the_time_left_without_what_was_done_before(
@@ -30,6 +35,30 @@ def test_without_a_total_there_is_no_time_left(
     with progress.progress("reading", unit="documents") as bar:
         bar.advance(3)
     assert re.match(r"reading: 3 documents, [\d,.]+ documents/s\n", capsys.readouterr().err)
+
+
+BAR = """
+import time
+from holdfast.system.progress import progress
+with progress("tokenizer train", 69e6) as bar:
+    bar.advance(30e6)
+    time.sleep(600)
+"""
+
+
+@needs_tmux
+@pytest.mark.parametrize(("columns", "shown"), [(80, "30.0/69.0 MB"), (36, "43%")])
+def test_the_bar_is_one_line_on_any_terminal(tmp_path: Path, columns: int, shown: str) -> None:
+    command = shlex.join([sys.executable, "-c", BAR])
+    screen = TmuxScreen(tmp_path, ["sh", "-c", f"read line; exec {command}"])
+    try:
+        screen.tmux("resize-window", "-x", str(columns), "-y", "20")
+        screen.tmux("send-keys", "Enter")
+        wait_for(lambda: shown in "".join(screen.lines))
+        (line,) = filter(None, screen.lines)
+        assert line.startswith("tokenizer train ") and shown in line
+    finally:
+        screen.close()
 
 
 def test_counts_agree_with_their_nouns() -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 PLAIN_LINE_SECONDS = 10.0
+LEAST_BAR_COLUMNS = 70
 
 
 class Bar:
@@ -136,15 +137,20 @@ def _terminal_bar(title: str, total: float | None, unit: str) -> Iterator[Bar]:
         MofNCompleteColumn,
         Progress,
         ProgressColumn,
+        TaskProgressColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
-    columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}"), BarColumn()]
-    columns += [DownloadColumn(), TransferSpeedColumn()] if unit == "B" else [MofNCompleteColumn(), TextColumn(unit)]
-    columns += [TimeRemainingColumn(), TextColumn("{task.fields[note]}")]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    console = Console(stderr=True)
+    columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}")]
+    if console.width < LEAST_BAR_COLUMNS:  # rich would break each column into lines
+        columns += [TaskProgressColumn(), TimeRemainingColumn()]
+    else:
+        amount = [DownloadColumn(), TransferSpeedColumn()] if unit == "B" else [MofNCompleteColumn(), TextColumn(unit)]
+        columns += [BarColumn(), *amount, TimeRemainingColumn(), TextColumn("{task.fields[note]}")]
+    with Progress(*columns, console=console, transient=True) as display:
         task = display.add_task(title, total=total, note="")
 
         class TerminalBar(Bar):
