@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from holdfast.launch import doctor
 from holdfast.launch.node_links import first_host
+from tests.disks import small_disk
 from tests.launch.conftest import Lab
 
 
@@ -23,6 +25,15 @@ def test_a_good_folder_passes_and_nothing_is_left_in_it(tmp_path: Path) -> None:
     (check,) = doctor.check_folder("run", tmp_path)
     assert check.verdict in ("pass", "warn"), check  # warn: this disk may be nearly full
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_on_a_full_disk_fails_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "full", "64k") as folder:
+        with suppress(OSError):
+            (folder / "fill").write_bytes(bytes(1 << 20))
+        (check,) = doctor.check_folder("data", folder)
+        assert check.verdict == "fail" and "a file cannot be written (No space left on device)" in check.found
+        assert [path.name for path in folder.iterdir()] == ["fill"]
 
 
 def test_a_lock_is_tried_by_a_second_process(tmp_path: Path) -> None:

@@ -123,12 +123,12 @@ def check_folder(name: str, folder: Path) -> Iterator[Check]:
     if not os.access(existing, os.W_OK):
         yield Check(name, "fail", f"{existing} cannot be written", "choose another folder")
         return
-    problems = []
-    with tempfile.TemporaryDirectory(prefix=".holdfast-doctor-", dir=existing) as scratch:
-        if not lock_excludes(Path(scratch)):
-            problems.append("flock does not exclude (mount it with flock, e.g. Lustre -o flock)")
-        if not rename_replaces(Path(scratch)):
-            problems.append("rename does not replace a file that is open")
+    try:
+        problems = folder_problems(existing)
+    except OSError as error:
+        found = f"{existing}: a file cannot be written ({error.strerror})"
+        yield Check(name, "fail", found, "free some space, or choose another folder")
+        return
     free = shutil.disk_usage(existing).free
     found = f"{folder}: {gib(free)} free" + ("" if folder == existing else f" (does not exist; checked in {existing})")
     if problems:
@@ -136,6 +136,16 @@ def check_folder(name: str, folder: Path) -> Iterator[Check]:
     else:
         advice = "little free space: checkpoints and data may not fit"
         yield passes_if(free >= LEAST_FREE_BYTES, name, f"{found}, flock excludes, rename replaces", advice, "warn")
+
+
+def folder_problems(folder: Path) -> list[str]:
+    problems = []
+    with tempfile.TemporaryDirectory(prefix=".holdfast-doctor-", dir=folder) as scratch:
+        if not lock_excludes(Path(scratch)):
+            problems.append("flock does not exclude (mount it with flock, e.g. Lustre -o flock)")
+        if not rename_replaces(Path(scratch)):
+            problems.append("rename does not replace a file that is open")
+    return problems
 
 
 def lock_excludes(folder: Path) -> bool:
