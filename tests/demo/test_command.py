@@ -61,8 +61,8 @@ def test_the_demo_kills_a_rank_resumes_from_memory_and_generates(tmp_path):
         for record in read_journal(work / "undisturbed" / "metrics.jsonl")
         if "validation_loss" in record
     ]
-    # knowing nothing is ln 4,096 = 8.32
-    assert losses[-1] < 7.5 and losses == sorted(losses, reverse=True), losses
+    # Knowing nothing is ln 4,096 = 8.32. The text is the library of this Python: each version has its own losses.
+    assert losses[-1] < min(7.5, losses[0]), losses
     folder = work / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder)) == 4096

@@ -1,5 +1,7 @@
 """The verbs `snapshots` and `persist`: show the state of a run in memory and on disk, and write it to disk. No torch."""
 
+import errno
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,10 +76,13 @@ def find_run(run: str, memory: str, verify: bool) -> dict[str, Any]:
 
 
 def real_path(path: str) -> Path:
+    """The path without symbolic links. One that leads to itself is an error, which `resolve` reports in some Pythons."""
     try:
-        return Path(path).resolve()
-    except RuntimeError:  # Python 3.11 and 3.12 raise it for a symbolic link that leads to itself
-        raise HoldfastError(f"{path} is a symbolic link that leads to itself") from None
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise HoldfastError(f"{path} is a symbolic link that leads to itself") from None
+    return Path(path).resolve()
 
 
 @dataclass(frozen=True, kw_only=True)
