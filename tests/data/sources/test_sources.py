@@ -239,6 +239,20 @@ def test_a_null_in_parquet_is_a_bad_line_and_a_missing_column_is_named(
         preprocess(tmp_path / "a.parquet", tmp_path / "other", **small_bpe.arguments(), json_keys=["body"])  # type: ignore[arg-type]
 
 
+def test_a_changed_byte_in_parquet_is_found_by_the_checksum_of_its_page(
+    tmp_path: Path, small_bpe: TokenizerFiles
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": ["some text", "another text"]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="none", write_page_checksum=True)
+    content = (tmp_path / "a.parquet").read_bytes()
+    at = content.index(b"another text")
+    (tmp_path / "a.parquet").write_bytes(content[:at] + b"b" + content[at + 1 :])
+    with pytest.raises(HoldfastError, match=r"a\.parquet is a damaged Parquet file"):
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+
+
 def test_two_columns_of_one_name_in_parquet_are_named(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

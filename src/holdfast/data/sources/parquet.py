@@ -17,7 +17,7 @@ def _open(path: str) -> Any:
             f"{path} is a Parquet file; reading it needs pyarrow: pip install 'holdfast[parquet]'"
         ) from error
     try:
-        return pyarrow.parquet.ParquetFile(path, memory_map=False)
+        return pyarrow.parquet.ParquetFile(path, memory_map=False, page_checksum_verification=True)
     except (OSError, ValueError) as error:
         raise HoldfastError(f"{path} is a damaged Parquet file: {str(error).splitlines()[0]}") from error
 
@@ -43,7 +43,7 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     try:
         for rows in file.iter_batches(BATCH_ROWS, row_groups=[unit.start], columns=list(keys), use_threads=False):
             yield _batch([rows.column(key).to_pylist() for key in keys], keys, rows.nbytes)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:  # of types that no version of the format has
         raise HoldfastError(f"{unit.path} is a damaged Parquet file: {str(error).splitlines()[0]}") from error
 
 
