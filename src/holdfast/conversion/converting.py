@@ -16,7 +16,8 @@ from holdfast.conversion.stream import WritePlan, write_plan
 from holdfast.conversion.tensors import DTYPE_NAMES
 from holdfast.system.atomic_files import publish_folder
 from holdfast.system.errors import HoldfastError, UsageError
-from holdfast.tokenizers.folder import FILE_KEYS
+from holdfast.tokenizers.folder import FILE_KEYS, recipe_of
+from holdfast.tokenizers.recipe import adds_beyond
 
 if TYPE_CHECKING:
     from holdfast.conversion.huggingface.tokenizer_files import TokenizerFiles
@@ -123,6 +124,8 @@ def _with_true_size(model: Model, wanted: int | None, tokenizer: "TokenizerFiles
     if tokenizer is None:
         return model
     if may_have_more and wanted is not None and tokenizer.size <= wanted:
+        return model
+    if may_have_more and known is not None and adds_beyond(recipe_of(tokenizer.names), known):
         return model
     if may_have_more and wanted is None and known is not None and tokenizer.size < known:
         raise HoldfastError(

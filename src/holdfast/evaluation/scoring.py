@@ -47,6 +47,11 @@ def score(
     longest = max((len(pair.continuation) for pair in pairs), default=0)
     if longest > limit:
         raise HoldfastError(f"a continuation has {longest:,} tokens, but the model's positions end at {limit:,}")
+    largest = max((token for pair in pairs for token in (*pair.context, *pair.continuation)), default=0)
+    if largest >= loaded.model.vocab_size:
+        raise HoldfastError(
+            f"a text holds the token {largest}, but the model has only {loaded.model.vocab_size:,} tokens: leave the text out"
+        )
     for batch in _batches(pairs, limit, BATCH_TOKENS[loaded.device.type]):
         for index, result in zip(batch, _score_batch(loaded, [pairs[index] for index in batch], limit), strict=True):
             scores[index] = result

@@ -24,6 +24,7 @@ from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import log
 from holdfast.tokenizers import Tokenizer
 from holdfast.tokenizers.folder import describe, recipe_of
+from holdfast.tokenizers.recipe import adds_beyond
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 # Rows that pad a vocabulary at most: Megatron rounds up to 128 rows on each of its tensor-parallel ranks.
@@ -202,7 +203,7 @@ def belonging_tokenizer(source: Model, path: Path, given: Mapping[str, str | Non
         )
     tokenizer = Tokenizer(recipe_of(names))
     rows = source.architecture.vocab_size or source.architecture.padded_vocab_size
-    if tokenizer.vocab_size > rows:
+    if tokenizer.vocab_size > rows and not adds_beyond(tokenizer.recipe, rows):
         raise HoldfastError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model in {path} only {rows:,}: it is not the "
             "tokenizer of this model"

@@ -280,6 +280,14 @@ def _vocabulary_of(file: Path, definition: Any) -> tuple[dict[str, int], dict[st
     return vocabulary, added
 
 
+def adds_beyond(recipe: Recipe, rows: int) -> bool:
+    """Whether the tokens with ids from `rows` on are added ones: a model without rows for them is still this tokenizer's."""
+    if recipe.family != "json" or recipe.vocab_size <= rows:
+        return False
+    vocabulary, _ = _vocabulary_of(Path("tokenizer.json"), orjson.loads(recipe.definition))
+    return max(vocabulary.values(), default=-1) < rows
+
+
 def _check_ids(file: Path, vocabulary: dict[Any, Any]) -> None:
     for token, number in vocabulary.items():
         if type(token) is not str or type(number) is not int or not 0 <= number < 1 << 31:

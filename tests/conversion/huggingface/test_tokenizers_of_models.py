@@ -1,6 +1,7 @@
 """A model keeps its tokenizer and its special ids through every format, and a tokenizer of another model is refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +18,7 @@ from holdfast.config import Config, DataConfig, TrainConfig, read_config
 from holdfast.conversion.huggingface.read import tokenizer_in
 from holdfast.conversion.huggingface.tokenizer_files import check_size
 from holdfast.conversion.train_load import loads_other_format
+from holdfast.evaluation.scoring import Pair, score
 from holdfast.generation.loading import load_model
 from holdfast.system.errors import HoldfastError
 from holdfast.tokenizers import Tokenizer as AnyTokenizer
@@ -279,3 +281,28 @@ def test_a_tokenizer_of_gemmas_size_is_read_and_a_larger_one_is_refused(tmp_path
     path.write_text(f"[{','.join(['[]'] * 1_500_001)}]")
     with pytest.raises(HoldfastError, match="values, which no tokenizer has"):
         check_size(path)
+
+
+def test_a_token_added_without_a_row_in_the_model_is_accepted_and_cannot_be_used(llama, tmp_path):
+    """As in folders of Llama 2 with a padding token."""
+    _, source = llama
+    folder = shutil.copytree(source, tmp_path / "hf")
+    plain = load_model(source)
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    definition["added_tokens"].append({"id": VOCABULARY, "content": "<pad>", **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    run = convert(folder, tmp_path / "run", to="holdfast", verify=True)
+    for path in (folder, run, convert(run, tmp_path / "back", verify=True)):
+        loaded = load_model(path)
+        assert loaded.model.vocab_size == plain.model.vocab_size == VOCABULARY
+        options = {"max_new_tokens": 9, "temperature": 0}
+        assert generate(loaded, "the quick", **options) == generate(plain, "the quick", **options)
+        with pytest.raises(HoldfastError, match="token ids outside"):
+            generate(loaded, "the <pad>", **options)
+        with pytest.raises(HoldfastError, match=f"holds the token {VOCABULARY}"):
+            score(loaded, [Pair([1], loaded.encode("the <pad>"))])
+    definition["model"]["vocab"]["another token"] = VOCABULARY + 1
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(HoldfastError, match="it is not the tokenizer of this model"):
+        load_model(folder)
