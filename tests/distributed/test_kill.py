@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from holdfast.checkpoint import open_checkpoint
+from holdfast.checkpoint.folder import checkpoints_in
 from holdfast.snapshot.memory.run_memory import RunMemory
 from holdfast.system.journal import read_journal
 from tests.corpus import VOCABULARY, write_dataset
 from tests.grids import mostly_slow
+from tests.snapshot.harness import keeper_process
 
 pytestmark = pytest.mark.distributed
 
@@ -153,6 +155,29 @@ def test_a_signal_puts_the_state_on_disk_and_the_next_start_goes_on(prefix, undi
     assert "finished" in names and "failure" not in names
     train(prefix, save, STEPS)
     assert_same_state(final_state(save), undisturbed)
+
+
+def test_a_stopped_run_ends_after_its_last_step_is_on_disk(prefix, tmp_path):
+    """In a container, the keeper and the memory end with the supervisor. Here the keeper stands still, as with a slow disk."""
+    save = tmp_path / "run"
+    process = subprocess.Popen(
+        command(prefix, save, 1_000_000), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for_step(save, 10, process)
+        keeper = keeper_process(RunMemory.of(save.name, save))
+        os.kill(keeper, signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        assert any("until step" in line and "is on disk" in line for line in lines)
+        os.kill(keeper, signal.SIGCONT)
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    (end,) = [event for event in read_journal(save / "events.jsonl") if event["event"] == "finished"]
+    assert end["step"] == checkpoints_in(save)[-1][0]
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ from holdfast.system.progress import count_of, log
 from holdfast.train.flight_records import FOLDER as FLIGHT
 from holdfast.train.flight_records import describe_records, ranks_text, record_environment, remove_if_empty
 from holdfast.train.forked_ranks import ForkServer
+from holdfast.train.last_save import wait_for_last_save
 from holdfast.train.rank_log import FOLDER_VARIABLE, last_lines, rank_log
 from holdfast.train.rank_processes import LOST_PEER, RankProcesses, rank_environments
 from holdfast.train.rendezvous import LOCAL_HOST, endpoint_of, serve_one_node, wait_for_nodes
@@ -107,7 +108,11 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
         try:
             raise_on_signals()
             result = supervisor.run()
+            if not result.is_failed():
+                supervisor.wait_for_last_save()
         except SignalException as stopped:
+            with contextlib.suppress(SignalException, OSError):  # a second signal ends the wait
+                supervisor.wait_for_last_save()
             where = f"; the same command continues from {folder}" if folder else "; nothing was kept (no --save)"
             log(f"stopped by {signal.Signals(stopped.sigval).name}{where}")
             sys.exit(0 if stopped.sigval in (signal.SIGTERM, signal.SIGUSR1) else 128 + stopped.sigval)
@@ -289,6 +294,10 @@ class Supervisor(LocalElasticAgent):
                 self._fork_server = None
         return result
 
+    def wait_for_last_save(self) -> None:
+        if self._progress:
+            wait_for_last_save(self._progress.memory)
+
     def _made_a_step(self) -> bool:
         return self._progress is not None and self._progress.made_a_step()
 
@@ -335,7 +344,7 @@ class RankProgress:
     """Whether the ranks of this node have completed a step since they were started, read from their status pages."""
 
     def __init__(self, folder: Path, memory: str) -> None:
-        self._memory = RunMemory.of(folder.resolve().name, folder, memory)
+        self.memory = RunMemory.of(folder.resolve().name, folder, memory)
         self.watch(set())
 
     def watch(self, processes: set[int]) -> None:
@@ -346,7 +355,7 @@ class RankProgress:
         if self._made:
             return True
         try:
-            pages = [page for page in self._memory.pages().values() if page["process"] in self._processes]
+            pages = [page for page in self.memory.pages().values() if page["process"] in self._processes]
         except OSError:  # a rank that cannot use the memory either says why
             return False
         if len(pages) < len(self._processes) or any(page["phase"] < Phase.TRAINING for page in pages):
