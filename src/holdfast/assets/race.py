@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,21 @@ def _random_bytes(count: int) -> bytes:
 
 
 @contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block; threads that begin in it never get it, so that the main thread does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def counting_server(sizes: dict[str, int], latency: float) -> Iterator[CountingServer]:
     server = CountingServer({name: _random_bytes(size) for name, size in sizes.items()}, latency)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
+    with sigint_blocked():
+        thread.start()
     try:
         yield server
     finally:
@@ -184,6 +196,10 @@ def run_iteration(
     """Starts the ranks on an empty cache and releases them at once. `preload`: modules imported beforehand."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
+    # The fork server and the ranks ignore Ctrl-C: this process ends them.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGINT, before)
     server.counts.clear()
     checksums = {
         f"{server.address}/race/files/resolve/main/{name}": hashlib.sha256(content).hexdigest() if check else ""
@@ -191,17 +207,15 @@ def run_iteration(
     }
     start, release = context.Pipe(duplex=False)
     readers, processes = [], []
-    # The ranks inherit the mask: Ctrl-C reaches this process alone, which ends them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        for local_rank in range(ranks):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(strategy, local_rank, checksums, work, start, writer))
-            process.start()
-            writer.close()
-            readers.append(reader)
-            processes.append(process)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with sigint_blocked():
+            for local_rank in range(ranks):
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(target=run_rank, args=(strategy, local_rank, checksums, work, start, writer))
+                process.start()
+                writer.close()
+                readers.append(reader)
+                processes.append(process)
         for reader in readers:
             with suppress(EOFError):  # a rank that died is reported with the others
                 reader.recv()
@@ -211,8 +225,6 @@ def run_iteration(
         for process in processes:
             process.kill()
         raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for process in processes:
         process.join()
     return IterationReport(
