@@ -1,6 +1,7 @@
 """The page shows the content of the run folder, and loads nothing else."""
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -23,6 +24,7 @@ from holdfast.report.sections import compact_number
 from holdfast.system.errors import HoldfastError, UsageError
 from holdfast.system.journal import Journal
 from holdfast.train.run_folder.events import duration
+from tests.disks import small_disk
 from tests.report.runs import record, write_run
 
 
@@ -302,3 +304,14 @@ def test_long_runs_keep_spikes_validations_and_the_last_row():
     # while a run grows, the rows sent to a page stay as they are
     later = thinned([*records, {"iteration": 100_000, "loss": 1.0}], 20_000)
     assert later[: len(kept) - 4] == kept[:-4]
+
+
+def test_a_page_that_cannot_be_written_beside_the_run_is_offered_elsewhere(tmp_path):
+    with small_disk(tmp_path / "full", "16m") as disk:
+        folder = write_run(disk / "run", iterations=20)
+        with contextlib.suppress(OSError):
+            (disk / "fill").write_bytes(bytes(16 << 20))
+        with pytest.raises(HoldfastError, match=r"choose another folder, with --output FILE$"):
+            run(["report", str(folder)])
+        run(["report", str(folder), "--output", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").is_file()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from holdfast.command_line.flags import positional
 from holdfast.command_line.results import print_result
-from holdfast.system.errors import UsageError
+from holdfast.system.errors import HoldfastError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +56,18 @@ def report_command(options: ReportOptions) -> None:
         serve(options.runs, options.port, options.open, options.json)
         return
     path = options.output or options.runs[0] / ("report.png" if options.png else "report.html")
-    if options.png:
-        from holdfast.report.picture import draw_picture
+    try:
+        if options.png:
+            from holdfast.report.picture import draw_picture
 
-        draw_picture(runs, path)
-    else:
-        from holdfast.report.page import render
-        from holdfast.system.atomic_files import publish_text
+            draw_picture(runs, path)
+        else:
+            from holdfast.report.page import render
+            from holdfast.system.atomic_files import publish_text
 
-        publish_text(path, render(runs))
+            publish_text(path, render(runs))
+    except HoldfastError as error:  # the folder of another user's run may not be written
+        raise error if options.output else HoldfastError(f"{error}, with --output FILE") from None
     print_result({"path": str(path)}, str(path), options.json, indent=False)
     if options.open:
         from holdfast.system.desktop import open_in_browser
