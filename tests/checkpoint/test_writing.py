@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as dcp_load
 
 from holdfast.checkpoint import State, load, load_newest, newest, open_checkpoint, read_manifest, save
-from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.folder import LATEST, checkpoints_in, latest_name
 from holdfast.system.errors import HoldfastError
 from tests.checkpoint.layouts import Model, assert_filled, build, expected, fill, take_a_step
 from tests.checkpoint.worlds import run_world
@@ -303,3 +303,9 @@ def test_reading_a_checkpoint_needs_no_torch(tmp_path):
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert answer == "(13, 6) False\n"
+
+
+def test_a_damaged_latest_names_no_checkpoint(tmp_path):
+    (tmp_path / LATEST).write_bytes(b"step-\xff\n")
+    named = latest_name(tmp_path)
+    assert named is not None and not (tmp_path / named).exists()

@@ -110,7 +110,7 @@ def point_latest(final: Path) -> None:
 def latest_name(folder: Path) -> str | None:
     """The name of the step folder that `latest` names; None if there is none."""
     try:
-        return (folder / LATEST).read_text().strip()
+        return (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
 

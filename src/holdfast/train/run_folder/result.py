@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from holdfast.checkpoint.folder import checkpoints_in
+from holdfast.checkpoint.folder import checkpoints_in, latest_name
 from holdfast.config import Config
 from holdfast.system.journal import read_journal
 
@@ -51,14 +51,15 @@ def run_result(save: str | None) -> dict[str, Any]:
     folder = Path(save)
     metrics = list(read_journal(folder / "metrics.jsonl"))
     finished = _finished_event(folder)
-    latest = folder / "checkpoints" / "latest"
+    checkpoints = folder / "checkpoints"
+    latest = latest_name(checkpoints)
     return {
         "run": str(folder),
         "iteration": finished.get("step"),
         "loss": _last(metrics, "loss"),
         "validation_loss": _last(metrics, "validation_loss"),
         "finished": bool(finished) and not finished.get("stopped"),
-        "checkpoint": str(latest.parent / latest.read_text().strip()) if latest.exists() else None,
+        "checkpoint": str(checkpoints / latest) if latest is not None else None,
     }
 
 
