@@ -1,5 +1,8 @@
 """Merging gives the bytes that one run would have written."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +35,22 @@ def test_a_folder_of_parts_becomes_what_one_run_would_write(tmp_path: Path, part
     assert pair(tmp_path / "whole") == dataset_bytes([document for part in PARTS for document in part])
     assert (merged.parts, merged.documents, merged.sequences) == (3, 5, 5)
     IndexedDataset(tmp_path / "whole").check()
+
+
+MERGE = """
+import os, signal, sys
+from holdfast.data import merge
+merge.write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+merge.merge([sys.argv[1]], sys.argv[2])
+"""
+
+
+def test_a_merge_removes_what_a_killed_one_left(tmp_path: Path, parts: Path) -> None:
+    (tmp_path / "out").mkdir()
+    killed = subprocess.run([sys.executable, "-c", MERGE, str(parts), str(tmp_path / "out/whole")])
+    assert killed.returncode == -signal.SIGKILL and len(list((tmp_path / "out").iterdir())) == 1
+    merge([parts], tmp_path / "out/whole")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["whole.bin", "whole.idx"]
 
 
 def test_prefixes_are_merged_in_the_given_order(tmp_path: Path, parts: Path) -> None:

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from holdfast.system.atomic_files import publish_bytes, publish_file, publish_folder, publish_text
+from holdfast.system.atomic_files import publish_bytes, publish_file, publish_folder, publish_text, temporary_beside
 from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import BufferedJournal, Journal, read_journal
 from tests.disks import small_disk
@@ -35,6 +35,40 @@ def test_a_folder_appears_whole_or_not_at_all_and_replaces_nothing(tmp_path):
     with pytest.raises(HoldfastError, match="already exists"), publish_folder(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / "a").read_text() == "a"
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from holdfast.system.atomic_files import publish_folder
+with publish_folder(sys.argv[1]) as temporary:
+    (temporary / "half").write_text("half")
+    print("written", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "out")], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    for writer in writers:
+        assert writer.stdout.readline() == b"written\n"
+    killed, living = writers
+    killed.kill()
+    killed.wait()
+    own, other = temporary_beside(tmp_path / "out"), tmp_path / ".out.tmp"
+    elsewhere = tmp_path / f".out.00000000-{killed.pid}-1-89abcdef.tmp"  # of another machine: nothing proves it dead
+    for path in (own, other, elsewhere):
+        path.mkdir()
+    with publish_folder(tmp_path / "out") as temporary:
+        left = {path.name for path in tmp_path.iterdir()} - {path.name for path in (own, other, elsewhere, temporary)}
+        assert len(left) == 1 and f"-{living.pid}-" in left.pop()
+    living.kill()
+    living.wait()
+    for writer in writers:
+        writer.stdout.close()
 
 
 def test_a_full_disk_is_a_clear_error(tmp_path):

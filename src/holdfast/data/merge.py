@@ -9,7 +9,13 @@ from pathlib import Path
 
 from holdfast.data.append_file import append_file
 from holdfast.data.indexed import IndexedDataset, IndexPart, pair_paths, publish_pairs, write_index
-from holdfast.system.atomic_files import check_can_write, explain_os_error, make_folder, temporary_beside
+from holdfast.system.atomic_files import (
+    check_can_write,
+    explain_os_error,
+    make_folder,
+    remove_leftovers,
+    temporary_beside,
+)
 from holdfast.system.errors import HoldfastError
 from holdfast.system.progress import progress
 
@@ -51,6 +57,7 @@ def merge(inputs: Sequence[str | Path], output_prefix: str | Path, *, overwrite:
     parts = [IndexedDataset(prefix) for prefix in prefixes]
     _check_alike(parts)
     make_folder(bin_path.parent, bin_path)
+    remove_leftovers(bin_path, idx_path)
     bin_file, idx_file = temporary_beside(bin_path), temporary_beside(idx_path)
     try:
         size = _join_tokens(parts, bin_file)

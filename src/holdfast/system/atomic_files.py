@@ -2,25 +2,46 @@
 
 The invariant: a final name either does not exist, holds what it held before, or holds the whole new content. The temporary
 name is in the same folder (rename never crosses a file system), starts with a dot and ends with `.tmp`, and is removed
-when the writer fails; a killed writer leaves at most such a name behind, which no reader opens.
+when the writer fails; a killed writer leaves at most such a name behind, which no reader opens, and which names the writer: the
+next writer of a large result removes it.
 """
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.system.errors import HoldfastError
+from holdfast.system.processes import machine_key, this_process
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+TEMPORARY = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.tmp")
+"""What `temporary_beside` puts behind the name."""
 
 
 def temporary_beside(path: Path) -> Path:
     """A new name in the folder of `path` that readers ignore."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    own = this_process()
+    return path.with_name(f".{path.name}.{machine_key()[:8]}-{own.pid}-{own.start}-{secrets.token_hex(4)}.tmp")
+
+
+def remove_leftovers(*paths: Path) -> None:
+    """Removes what writers of these files or folders left behind that were killed on this machine."""
+    for path in paths:
+        for entry in path.parent.iterdir() if path.parent.is_dir() else ():
+            match = TEMPORARY.fullmatch(entry.name.removeprefix(f".{path.name}"))
+            if match is None or match["machine"] != machine_key()[:8]:
+                continue
+            if replace(this_process(), pid=int(match["process"]), start=int(match["start"])).is_dead():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
 
 
 def remove_temporaries(path: Path) -> None:
@@ -116,6 +137,7 @@ def publish_folder(path: Path | str) -> Iterator[Path]:
     make_folder(final.parent, final)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise HoldfastError(f"{final} already exists; choose another name or remove it first")
+    remove_leftovers(final)
     temporary = temporary_beside(final)
     try:
         temporary.mkdir()
