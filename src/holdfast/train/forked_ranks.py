@@ -25,6 +25,7 @@ from holdfast.train.rank_log import last_lines
 from holdfast.train.standby import READY
 
 READY_SECONDS = 120.0
+ANNOUNCE_SECONDS = 10.0
 FORK_SECONDS = 10.0
 REPLACE_SECONDS = 60.0
 """Least time between two starts of the server."""
@@ -92,10 +93,15 @@ class ForkServer:
 
     def wait_until_ready(self) -> None:
         """Returns when ranks can be forked, or will not be."""
+        announced = False
         while self._process and not self._ready:
+            waited = time.monotonic() - self._started
+            if waited > ANNOUNCE_SECONDS and not announced:
+                announced = True
+                log(f"waiting up to {READY_SECONDS:.0f} s until the fork server has imported what ranks need")
             if self._process.poll() is not None:
                 self._drop("ended")
-            elif time.monotonic() > self._started + READY_SECONDS:
+            elif waited > READY_SECONDS:
                 self._drop(f"was not ready after {READY_SECONDS:.0f} s")
             else:
                 self._read_ready(0.1)

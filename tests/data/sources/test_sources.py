@@ -239,6 +239,17 @@ def test_a_null_in_parquet_is_a_bad_line_and_a_missing_column_is_named(
         preprocess(tmp_path / "a.parquet", tmp_path / "other", **small_bpe.arguments(), json_keys=["body"])  # type: ignore[arg-type]
 
 
+def test_a_row_of_parquet_that_is_not_utf_8_is_a_bad_line(tmp_path: Path, small_bpe: TokenizerFiles) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"one", b"\xff\xfe", b"three"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(HoldfastError, match=r"a\.parquet:2: bad line.*'text' is not UTF-8"):
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", **small_bpe.arguments())  # type: ignore[arg-type]
+    summary = preprocess(tmp_path / "a.parquet", tmp_path / "other", **small_bpe.arguments(), on_bad_line="skip")  # type: ignore[arg-type]
+    assert (summary.documents, summary.bad_lines) == (2, 1)
+
+
 def test_a_changed_byte_in_parquet_is_found_by_the_checksum_of_its_page(
     tmp_path: Path, small_bpe: TokenizerFiles
 ) -> None:

@@ -42,9 +42,25 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
         raise HoldfastError(f"{unit.path} has several columns '{twice[0]}': write it again with one of them")
     try:
         for rows in file.iter_batches(BATCH_ROWS, row_groups=[unit.start], columns=list(keys), use_threads=False):
-            yield _batch([rows.column(key).to_pylist() for key in keys], keys, rows.nbytes)
+            yield _batch([_values(rows.column(key)) for key in keys], keys, rows.nbytes)
     except (OSError, ValueError, NotImplementedError) as error:  # of types that no version of the format has
         raise HoldfastError(f"{unit.path} is a damaged Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column; in place of one that is not UTF-8 the error."""
+    try:
+        found: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        found = [_value(scalar) for scalar in column]
+    return found
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _batch(columns: list[list[Any]], keys: Sequence[str], size: int) -> DocumentBatch:
@@ -53,11 +69,10 @@ def _batch(columns: list[list[Any]], keys: Sequence[str], size: int) -> Document
         return DocumentBatch(columns, rows, size)
     batch = DocumentBatch([[] for _ in keys], rows, size)
     for row, values in enumerate(zip(*columns, strict=True)):
-        reason = next(
-            (f"its '{key}' is not a text" for key, value in zip(keys, values, strict=True) if not _is_text(value)), ""
-        )
-        if reason:
-            batch.bad.append(BadLine(row, 0, reason))
+        wrong = next(((key, value) for key, value in zip(keys, values, strict=True) if not _is_text(value)), None)
+        if wrong:
+            kind = "UTF-8" if isinstance(wrong[1], UnicodeDecodeError) else "a text"
+            batch.bad.append(BadLine(row, 0, f"its '{wrong[0]}' is not {kind}"))
         else:
             for column, value in zip(batch.values, values, strict=True):
                 column.append(value)
