@@ -107,7 +107,7 @@ def test_no_flag_of_a_job_hides_one_of_its_verb(launcher: type, verb: type) -> N
 def test_a_run_whose_name_starts_with_a_digit_gets_objects_that_kubernetes_takes() -> None:
     """The command of docs/clusters.md, whose run is called 345m."""
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
-    command = page[page.index("    holdfast launch kubernetes train") :].split("\n\n")[0].replace("\\\n", " ")
+    command = page[page.index("holdfast launch kubernetes train") :].split("\n```")[0].replace("\\\n", " ")
     manifests = rendered(*command.split()[3:])
     assert {manifest["metadata"]["name"] for manifest in manifests} == {"run-345m"}
     for manifest in manifests:
