@@ -16,7 +16,8 @@ class TmuxScreen:
     def __init__(self, folder: Path, arguments: list[str]) -> None:
         self._socket = folder / "tmux"
         environment = {"HISTCONTROL": "", **os.environ, "TERM": "screen-256color", "LC_ALL": "C.UTF-8"}
-        environment.pop("SLURM_JOB_ID", None)
+        for name in ("SLURM_JOB_ID", "COLUMNS", "LINES"):  # xdist states a size, which is not that of the window
+            environment.pop(name, None)
         self._environment = environment
         self.tmux("-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "24", *arguments)
 
