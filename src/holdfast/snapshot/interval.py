@@ -43,12 +43,15 @@ class SnapshotInterval:
         agreed = rank_group.agreed_interval(step, self.wanted())
         if agreed <= self.steps:
             return None
+        # Ranks may have wanted different intervals when they failed; none of them lengthens its own before its window is full.
+        kept = self.before > 0 and len(self._recent) < WINDOW
         waited = self.slowdown() if self._recent else 0.0
-        kept = agreed == self.before
         self.steps = agreed
         self._recent.clear()
         if kept:
             return "as before the failure"
+        if waited <= self._max_slowdown:
+            return "the device of another rank waited too long for copies"
         return f"the device of rank {rank_group.rank} waited {waited:.1%} of the time for copies"
 
     def wanted(self) -> int:
