@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from holdfast.system.journal import tail_lines
+
 TAIL_BYTES = 1 << 21
 SHOWN_RANKS = 16
 
@@ -28,15 +30,8 @@ class RankTime:
 
 def read_rank_times(path: Path, tail_bytes: int = TAIL_BYTES) -> list[list[float]]:
     """The milliseconds of every rank, per logged iteration, in order: the newest lines with as many ranks as the last one."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - tail_bytes))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
     found: dict[int, list[float]] = {}
-    for line in lines[size > tail_bytes :]:
+    for line in tail_lines(path, tail_bytes):
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError:

@@ -6,7 +6,6 @@ step on all ranks, and is the newest of its kind; a run that has any state start
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from holdfast.snapshot.nan_guard import NEAR, NanGuard
 from holdfast.snapshot.ranks.rank_group import RankGroup
 from holdfast.snapshot.restore_memory import Candidate, LoadedState, RejectedState, list_candidates, load_candidate
 from holdfast.system.errors import HoldfastError
+from holdfast.system.journal import tail_lines
 from holdfast.system.progress import count_of, log
 
 TAIL_BYTES = 1 << 16
@@ -142,13 +142,7 @@ def _report_lost_memory(context: RestoreContext) -> int:
 
 def _last_logged(metrics: Path) -> int:
     """The iteration of the last record of metrics.jsonl; 0 without one."""
-    try:
-        with open(metrics, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
+    for line in reversed(tail_lines(metrics, TAIL_BYTES)):
         with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError, ValueError):
             return int(orjson.loads(line)["iteration"])
     return 0

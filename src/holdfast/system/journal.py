@@ -111,6 +111,17 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def tail_lines(path: Path | str, size: int) -> list[bytes]:
+    """The whole lines in the last `size` bytes of a file; none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            skipped = max(0, os.fstat(file.fileno()).st_size - size)
+            file.seek(skipped)
+            return file.read().splitlines()[skipped > 0 :]
+    except OSError:
+        return []
+
+
 def read_journal(path: Path | str) -> Iterator[dict[str, Any]]:
     """The whole records of a journal; a missing file has none, a torn line is skipped."""
     try:

@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 
+from holdfast.system.journal import tail_lines
 from holdfast.system.progress import copy_lines_to
 
 FOLDER_VARIABLE = "HOLDFAST_RANK_LOGS"
@@ -56,12 +57,7 @@ def open_helper_log(path: Path, name: str) -> int:
 
 def last_lines(path: Path) -> list[str]:
     """The last lines of the newest start of a rank, without iteration lines, each shortened to SHOWN_COLUMNS."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
+    text = b"\n".join(tail_lines(path, TAIL_BYTES)).decode(errors="replace")
     lines = text.rpartition(HEADER)[2].splitlines()[1:]
     lines = [line.rstrip() for line in lines if line.strip() and "] iteration " not in line]
     return [line if len(line) <= SHOWN_COLUMNS else line[: SHOWN_COLUMNS - 1] + "…" for line in lines[-SHOWN_LINES:]]
