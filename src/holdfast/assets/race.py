@@ -198,8 +198,10 @@ def run_iteration(
     context.set_forkserver_preload(list(preload))
     # The fork server and the ranks ignore Ctrl-C: this process ends them.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    forkserver.ensure_running()
-    signal.signal(signal.SIGINT, before)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     server.counts.clear()
     checksums = {
         f"{server.address}/race/files/resolve/main/{name}": hashlib.sha256(content).hexdigest() if check else ""

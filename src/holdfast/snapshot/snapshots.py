@@ -46,7 +46,8 @@ from holdfast.system.errors import HoldfastError
 from holdfast.system.journal import BufferedJournal
 from holdfast.system.progress import log
 
-CLOSE_SECONDS, SLOW_COPY_SECONDS = 600.0, 60.0
+CLOSE_SECONDS = 600.0
+SLOW_COPY_SECONDS = 60.0
 SAVING, PLANNING = "save", "plan"
 
 
@@ -109,16 +110,16 @@ class Snapshots:
 
     def _attach(self, journal: Callable[[Path], BufferedJournal]) -> None:
         """Claims this rank's status page and makes sure that the node has a keeper; refused if a live process owns the page."""
-        rank_group = self.rank_group
         self._journal: BufferedJournal | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        if rank_group.rank == 0:
+        if self.rank_group.rank == 0:
             self._journal = journal(self.folder / "events.jsonl")
-        self._claim = claim_rank(rank_group, self.folder)
+        self._claim = claim_rank(self.rank_group, self.folder)
         self.page, self.reached, self.interval.before = self._claim.page, self._claim.reached, self._claim.interval
-        attach(rank_group, self._settings)
+        attach(self.rank_group, self._settings)
         record_fatal_errors(self.page)
-        self.event("started", world=rank_group.world, nodes=len(set(rank_group.nodes)), restart=self.page["restarts"])
+        nodes = len(set(self.rank_group.nodes))
+        self.event("started", world=self.rank_group.world, nodes=nodes, restart=self.page["restarts"])
 
     @contextmanager
     def _refusal_recorded(self) -> Iterator[None]:
@@ -252,9 +253,8 @@ class Snapshots:
         """Makes the memory again if a clean-up, of another job for example, has removed its files. Collective."""
         save_lost = attach_again(self.rank_group, self.allocator, self.page, self._settings)
         if save_lost is not None:
-            self._saves.pending |= save_lost
             self._note(max(0, self._ready), "lost", f"something removed {self.run_memory.path}; it is made again")
-            self._ready = -1
+            self._saves.pending, self._ready = self._saves.pending or save_lost, -1
 
     def _hold(self, step: int) -> None:
         """Copies the state as it is, after `step` steps, unless this rank holds it or has no slot for it."""

@@ -43,7 +43,7 @@ def read(unit: Unit, keys: Sequence[str]) -> Iterator[DocumentBatch]:
     try:
         for rows in file.iter_batches(BATCH_ROWS, row_groups=[unit.start], columns=list(keys), use_threads=False):
             yield _batch([_values(rows.column(key)) for key in keys], keys, rows.nbytes)
-    except (OSError, ValueError, NotImplementedError) as error:  # of types that no version of the format has
+    except (OSError, ValueError, NotImplementedError) as error:  # the last for a damaged number of a type
         raise HoldfastError(f"{unit.path} is a damaged Parquet file: {str(error).splitlines()[0]}") from error
 
 
