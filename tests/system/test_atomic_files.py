@@ -59,7 +59,7 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_pat
     killed.kill()
     killed.wait()
     own, other = temporary_beside(tmp_path / "out"), tmp_path / ".out.tmp"
-    elsewhere = tmp_path / f".out.00000000-{killed.pid}-1-89abcdef.tmp"  # of another machine: nothing proves it dead
+    elsewhere = tmp_path / f".out.{'0' * 16}-{killed.pid}-1-89abcdef.tmp"  # of another machine: nothing proves it dead
     for path in (own, other, elsewhere):
         path.mkdir()
     with publish_folder(tmp_path / "out") as temporary:

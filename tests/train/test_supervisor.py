@@ -8,7 +8,7 @@ import tempfile
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from holdfast.system.processes import machine_key, this_process
+from holdfast.system.processes import process_key
 from holdfast.train.supervisor import RankProgress, Supervisor, _remove_left_folders
 
 
@@ -43,9 +43,9 @@ def test_folders_of_killed_supervisors_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.Popen(["true"])
     ended.wait()
-    here, own = machine_key(), this_process()
-    used = f"{here}-{own.pid}-{own.start}-used"
-    reused = f"{here}-{own.pid}-{own.start - 1}-of a reused number"
+    here, pid, start = process_key().split("-")
+    used = f"{process_key()}-used"
+    reused = f"{here}-{pid}-{int(start) - 1}-of a reused number"
     elsewhere = f"{'0' * 16}-{ended.pid}-1-of another node that shares the folder"
     for name in (f"{here}-{ended.pid}-1-left", reused, used, elsewhere, "of-an-older-version"):
         (tmp_path / f"holdfast-ranks-{name}").mkdir()

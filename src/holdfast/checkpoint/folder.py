@@ -13,15 +13,14 @@ import os
 import re
 import secrets
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from holdfast.checkpoint.manifest import FILE_NAME
 from holdfast.system.atomic_files import fsync, publish_text, remove_temporaries, rename_into_place
-from holdfast.system.processes import machine_key, this_process
+from holdfast.system.processes import PROCESS_KEY, names_dead_process, process_key
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<machine>[0-9a-f]{16})-(?P<process>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.tmp")
+TEMPORARY = re.compile(rf"\.step-\d{{8,}}\.{PROCESS_KEY}-[0-9a-f]{{8}}\.tmp")
 SHARED_TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<token>[0-9a-f]{16})\.tmp")
 LATEST = "latest"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -52,9 +51,7 @@ def newest(path: Path | str) -> Path | None:
 
 
 def new_temporary(folder: Path, step: int) -> Path:
-    process = this_process()
-    identity = f"{machine_key()}-{process.pid}-{process.start}-{secrets.token_hex(4)}"
-    return folder / f".{step_folder_name(step)}.{identity}.tmp"
+    return folder / f".{step_folder_name(step)}.{process_key()}-{secrets.token_hex(4)}.tmp"
 
 
 def shared_temporary(folder: Path, step: int, token: str) -> Path:
@@ -67,11 +64,9 @@ def remove_dead_temporaries(folder: Path) -> list[Path]:
     removed = []
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = TEMPORARY.fullmatch(entry.name)
-        if match and match["machine"] == machine_key():
-            writer = replace(this_process(), pid=int(match["process"]), start=int(match["start"]))
-            if writer.is_dead():
-                shutil.rmtree(entry, ignore_errors=True)
-                removed.append(entry)
+        if match and names_dead_process(match):
+            shutil.rmtree(entry, ignore_errors=True)
+            removed.append(entry)
     return removed
 
 

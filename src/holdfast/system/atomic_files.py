@@ -12,36 +12,32 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.system.errors import HoldfastError
-from holdfast.system.processes import machine_key, this_process
+from holdfast.system.processes import PROCESS_KEY, names_dead_process, process_key
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-TEMPORARY = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.tmp")
+TEMPORARY = re.compile(rf"\.{PROCESS_KEY}-[0-9a-f]{{8}}\.tmp")
 """What `temporary_beside` puts behind the name."""
 
 
 def temporary_beside(path: Path) -> Path:
     """A new name in the folder of `path` that readers ignore."""
-    own = this_process()
-    return path.with_name(f".{path.name}.{machine_key()[:8]}-{own.pid}-{own.start}-{secrets.token_hex(4)}.tmp")
+    return path.with_name(f".{path.name}.{process_key()}-{secrets.token_hex(4)}.tmp")
 
 
 def remove_leftovers(*paths: Path) -> None:
-    """Removes what writers of these files or folders left behind that were killed on this machine."""
+    """Removes what writers of these files or folders left behind that were killed on this machine, if this user may."""
     for path in paths:
-        for entry in path.parent.iterdir() if path.parent.is_dir() else ():
-            match = TEMPORARY.fullmatch(entry.name.removeprefix(f".{path.name}"))
-            if match is None or match["machine"] != machine_key()[:8]:
-                continue
-            if replace(this_process(), pid=int(match["process"]), start=int(match["start"])).is_dead():
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
+        with suppress(OSError):
+            for entry in path.parent.iterdir():
+                match = TEMPORARY.fullmatch(entry.name.removeprefix(f".{path.name}"))
+                if match and names_dead_process(match):
+                    remove = shutil.rmtree if entry.is_dir() and not entry.is_symlink() else os.unlink
+                    with suppress(OSError):
+                        remove(entry)
 
 
 def remove_temporaries(path: Path) -> None:

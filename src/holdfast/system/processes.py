@@ -7,10 +7,13 @@ one machine: since one boot, and in one pid namespace (container).
 import functools
 import hashlib
 import os
+import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+
+PROCESS_KEY = r"(?P<machine>[0-9a-f]{16})-(?P<process>\d+)-(?P<start>\d+)"
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,25 @@ def this_machine() -> tuple[str, str]:
         return "", ""
 
 
-def machine_key() -> str:
-    """A short name of this machine's boot and pid namespace, in which a process number has one meaning."""
-    return hashlib.sha256("\0".join(this_machine()).encode()).hexdigest()[:16]
-
-
 def this_process() -> ProcessIdentity:
     return ProcessIdentity(socket.gethostname(), *this_machine(), os.getpid(), start_time(os.getpid()))
+
+
+def process_key() -> str:
+    """This process, for the name of a file that it alone uses: PROCESS_KEY matches it."""
+    own = this_process()
+    return f"{_machine_key()}-{own.pid}-{own.start}"
+
+
+def names_dead_process(name: re.Match[str]) -> bool:
+    """Whether the process that such a name holds is proven dead."""
+    owner = replace(this_process(), pid=int(name["process"]), start=int(name["start"]))
+    return name["machine"] == _machine_key() and owner.is_dead()
+
+
+def _machine_key() -> str:
+    """A short name of this machine's boot and pid namespace, in which a process number has one meaning."""
+    return hashlib.sha256("\0".join(this_machine()).encode()).hexdigest()[:16]
 
 
 def start_time(pid: int) -> int:

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from holdfast.system.atomic_files import publish_text
 from holdfast.system.cpu_features import avoid_amx_traps, explain_sigill, reports_amx
 from holdfast.system.errors import REFUSED, HoldfastError
 from holdfast.system.journal import BufferedJournal
-from holdfast.system.processes import machine_key, this_process
+from holdfast.system.processes import PROCESS_KEY, names_dead_process, process_key
 from holdfast.system.progress import count_of, log
 from holdfast.train.flight_records import FOLDER as FLIGHT
 from holdfast.train.flight_records import describe_records, ranks_text, record_environment, remove_if_empty
@@ -53,7 +52,7 @@ from holdfast.train.standby import Spares
 from holdfast.train.timeline import now_text
 
 WORK_PREFIX = "holdfast-ranks-"
-WORK_FOLDER = re.compile(WORK_PREFIX + r"(?P<machine>[0-9a-f]{16})-(?P<process>\d+)-(?P<start>\d+)-.+")
+WORK_FOLDER = re.compile(rf"{WORK_PREFIX}{PROCESS_KEY}-.+")
 MONITOR_SECONDS = 0.1
 
 
@@ -91,8 +90,7 @@ def _supervise(config: Config, folder: Path | None, logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     events = BufferedJournal(folder / "events.jsonl") if folder else None
     _remove_left_folders()
-    own = this_process()
-    with tempfile.TemporaryDirectory(prefix=f"{WORK_PREFIX}{machine_key()}-{own.pid}-{own.start}-") as work:
+    with tempfile.TemporaryDirectory(prefix=f"{WORK_PREFIX}{process_key()}-") as work:
         resolved = Path(work) / "config.toml"
         _set_environment(config, logs)
         spares = None
@@ -127,11 +125,8 @@ def _remove_left_folders() -> None:
     """Removes the folders of this user's supervisors of this machine that were killed. Other machines may share the folder."""
     for folder in Path(tempfile.gettempdir()).glob(f"{WORK_PREFIX}*"):
         match = WORK_FOLDER.fullmatch(folder.name)
-        if match is None or match["machine"] != machine_key():
-            continue
-        owner = replace(this_process(), pid=int(match["process"]), start=int(match["start"]))
         with contextlib.suppress(OSError):
-            if owner.is_dead() and folder.stat().st_uid == os.getuid():
+            if match and names_dead_process(match) and folder.stat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -170,7 +170,10 @@ def test_what_ranks_killed_while_they_start_leave_in_memory_is_removed(run):
     write_json(run_memory.path / "settings.json", {"here": [0]})
     dead, alive = subprocess.Popen(["true"]), os.getpid()
     dead.wait()
-    names = [".rank-00000-of-00001.01234567.arena.01234567-{}-890-89abcdef.tmp", "pulled-{}-0123456789abcdef.arena"]
+    names = [
+        ".rank-00000-of-00001.01234567.arena.0123456789abcdef-{}-890-89abcdef.tmp",
+        "pulled-{}-0123456789abcdef.arena",
+    ]
     for name in names:
         for process in (dead.pid, alive):
             (run_memory.path / name.format(process)).touch()

@@ -50,7 +50,7 @@ ARENA_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 PEER_FILE = re.compile(r"peer-(?P<node>.+)-rank-(\d{5})-of-(\d{5})\.([0-9a-f]{8})\.arena")
 
 TEMPORARY_FILE = re.compile(
-    r"\..+\.([0-9a-f]{8}-)?(?P<process>\d+)(-\d+-[0-9a-f]{8})?\.tmp|pulled-(?P<puller>\d+)-[0-9a-f]+\.arena"
+    r"\..+\.([0-9a-f]{16}-)?(?P<process>\d+)(-\d+-[0-9a-f]{8})?\.tmp|pulled-(?P<puller>\d+)-[0-9a-f]+\.arena"
 )
 
 
